@@ -1,0 +1,2 @@
+//! The `gradus` command.
+fn main() {}

@@ -1,0 +1,2 @@
+//! Maintenance commands of the workspace.
+fn main() {}
