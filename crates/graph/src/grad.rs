@@ -1,0 +1,463 @@
+//! Reverse mode: the only function that differentiates, and all gradient rules on one page.
+//!
+//! [`rule`] has one arm per op and operand: how the cotangent `dy` of the node's value gives
+//! the gradient of that operand, or in words why there is none. There is no default arm.
+//! Rules are written in ops, so gradients are planned and run like any graph; formulas stand
+//! at the variants of [`Op`].
+
+use std::collections::HashMap;
+
+use crate::*;
+
+/// A graph together with the gradients [`vjp`] appended to it.
+#[derive(Clone, Debug)]
+pub struct Backward {
+    /// The forward nodes under their old ids, then the gradient nodes.
+    pub graph: Graph,
+    /// One gradient per entry of `wrt`: f32, of that node's shape.
+    pub grads: Vec<NodeId>,
+}
+
+type Made = std::result::Result<NodeId, Invalid>;
+type Build<'a> = Box<dyn FnOnce(&mut Graph, NodeId) -> Made + 'a>;
+
+/// How one operand of a node is differentiated.
+enum Rule<'a> {
+    /// Builds the gradient from the cotangent of the node's value.
+    Is(Build<'a>),
+    /// There is none; why.
+    Not(&'static str),
+}
+
+/// The gradients of `sum over (y, dy) of <y, dy>` with respect to the nodes `wrt`.
+///
+/// `cotangents` pairs nodes with a node holding their cotangent (f32, same shape). Only what
+/// `wrt` needs is built. Several contributions to one gradient are added in reverse order of
+/// their consumers.
+///
+/// # Errors
+/// `Refusal` for the first node in forward order that has no rule for an operand on the way to
+/// `wrt`, for a member of `wrt` that nothing depends on, and for a rule whose result has the
+/// wrong shape or dtype. `Invalid` for cotangents of the wrong shape.
+pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Result<Backward> {
+    let mut g = graph.clone();
+    for &(y, dy) in cotangents {
+        let (y, dy) = (known(graph, y)?, known(graph, dy)?);
+        if dy.shape != y.shape || dy.dtype != DType::F32 {
+            return Err(Invalid::new(format!(
+                "the cotangent of node `{}` must be f32 {}, is {} {}",
+                y.name, y.shape, dy.dtype, dy.shape
+            ))
+            .into());
+        }
+    }
+    for &x in wrt {
+        known(graph, x)?;
+    }
+
+    // `needed`: depends on wrt and reaches a cotangent.
+    let mut depends = vec![false; graph.len()];
+    for id in graph.ids() {
+        let on = wrt.contains(&id) || graph.node(id).args.iter().any(|&a| at(&depends, a));
+        set(&mut depends, id, on);
+    }
+    let mut needed = vec![false; graph.len()];
+    for &(y, _) in cotangents {
+        set(&mut needed, y, at(&depends, y));
+    }
+    for id in graph.ids().rev() {
+        if at(&needed, id) {
+            for &a in &graph.node(id).args {
+                if at(&depends, a) {
+                    set(&mut needed, a, true);
+                }
+            }
+        }
+    }
+    for &x in wrt {
+        if !at(&needed, x) {
+            return Err(refusal(
+                Code::NoGradientPath,
+                graph.node(x),
+                None,
+                "no output depends on it, so there is no gradient to compute".into(),
+            ));
+        }
+    }
+
+    // Look every rule up in forward order, so that the first blocked node is the one named.
+    let mut rules: Vec<(NodeId, usize, Build<'_>)> = Vec::new();
+    for id in graph.ids().filter(|&id| at(&needed, id)) {
+        for (i, &a) in graph.node(id).args.iter().enumerate() {
+            if !at(&needed, a) {
+                continue;
+            }
+            match rule(graph, id, i) {
+                Rule::Is(build) => rules.push((id, i, build)),
+                Rule::Not(why) => {
+                    let operand = format!("{i} (`{}`, {})", graph.node(a).name, graph.node(a).dtype);
+                    let node = graph.node(id);
+                    return Err(refusal(
+                        Code::OpNotDifferentiable,
+                        node,
+                        Some(operand),
+                        why.into(),
+                    ));
+                }
+            }
+        }
+    }
+
+    let mut grads: HashMap<NodeId, NodeId> = HashMap::new();
+    for &(y, dy) in cotangents {
+        if at(&needed, y) {
+            accumulate(&mut g, &mut grads, y, dy)?;
+        }
+    }
+    while let Some(last) = rules.last().map(|r| r.0) {
+        // All rules of one node, in operand order.
+        let first = rules.iter().rposition(|r| r.0 != last).map_or(0, |p| p + 1);
+        let Some(&dy) = grads.get(&last) else {
+            rules.truncate(first);
+            continue;
+        };
+        let node = graph.node(last);
+        for (id, i, build) in rules.drain(first..) {
+            g.set_origin(Some((node.name.clone(), node.layer)));
+            let built = build(&mut g, dy);
+            let Some(&operand) = graph.node(id).args.get(i) else { continue };
+            let (made, expected) = match built {
+                Ok(made) => (g.node(made), graph.node(operand)),
+                Err(e) => return Err(refusal(Code::BrokenRule, node, Some(i.to_string()), e.message)),
+            };
+            if made.shape != expected.shape || made.dtype != DType::F32 {
+                let why = format!(
+                    "the gradient rule gave {} {} for an operand of shape {}; this is a bug in \
+                     Gradus",
+                    made.dtype, made.shape, expected.shape
+                );
+                return Err(refusal(Code::BrokenRule, node, Some(i.to_string()), why));
+            }
+            if let Ok(made) = built {
+                accumulate(&mut g, &mut grads, operand, made)?;
+            }
+        }
+    }
+    g.set_origin(None);
+    let mut out = Vec::with_capacity(wrt.len());
+    for x in wrt {
+        match grads.get(x) {
+            Some(&id) => out.push(id),
+            None => {
+                let why = "no gradient reached it; this is a bug in Gradus".to_string();
+                return Err(refusal(Code::BrokenRule, graph.node(*x), None, why));
+            }
+        }
+    }
+    Ok(Backward { graph: g, grads: out })
+}
+
+fn known(graph: &Graph, id: NodeId) -> std::result::Result<&Node, Invalid> {
+    if id.index() < graph.len() {
+        Ok(graph.node(id))
+    } else {
+        Err(Invalid::new(format!("node {} is not of this graph", id.index())))
+    }
+}
+
+fn at(flags: &[bool], id: NodeId) -> bool {
+    flags.get(id.index()).copied().unwrap_or(false)
+}
+
+fn set(flags: &mut [bool], id: NodeId, on: bool) {
+    if let Some(flag) = flags.get_mut(id.index()) {
+        *flag = on;
+    }
+}
+
+fn refusal(code: Code, node: &Node, operand: Option<String>, reason: String) -> Error {
+    Refusal {
+        code,
+        op: node.op.name().into(),
+        node: node.name.to_string(),
+        operand,
+        device: None,
+        reason,
+    }
+    .into()
+}
+
+fn accumulate(
+    g: &mut Graph,
+    grads: &mut HashMap<NodeId, NodeId>,
+    of: NodeId,
+    grad: NodeId,
+) -> std::result::Result<(), Invalid> {
+    let sum = match grads.get(&of) {
+        Some(&so_far) => {
+            let node = g.node(of);
+            let origin = (node.name.clone(), node.layer);
+            g.set_origin(Some(origin));
+            g.add(so_far, grad)?
+        }
+        None => grad,
+    };
+    grads.insert(of, sum);
+    Ok(())
+}
+
+/// Sums a gradient back over the dimensions along which `shape` was broadcast.
+fn unbroadcast(g: &mut Graph, dy: NodeId, shape: Shape) -> Made {
+    let wide = g.node(dy).shape;
+    let lead = wide.rank().saturating_sub(shape.rank());
+    let dims: Vec<usize> = (0..wide.rank())
+        .filter(|&i| i < lead || (shape.dim(i - lead) == 1 && wide.dim(i) != 1))
+        .collect();
+    let sum = if dims.is_empty() { dy } else { g.sum(dy, &dims)? };
+    g.reshape(sum, shape.dims())
+}
+
+const NO_SECOND_ORDER: &str = "it is a gradient op, and there are no second-order gradients";
+const INDEX: &str = "the operand is an index: nothing changes smoothly with it";
+const LABEL: &str = "the operand holds labels: nothing changes smoothly with them";
+const QUANTIZED: &str = "the operand is a quantized weight, which has no gradient; train a LoRA \
+                         adapter on it, or use a float copy of the weight";
+
+/// The gradient rule of operand `i` of node `y`. One arm per op; see the module's head.
+#[allow(clippy::too_many_lines)]
+fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
+    use Rule::{Is, Not};
+    let node = graph.node(y);
+    let args = &node.args;
+    let arg = move |i: usize| args.get(i).copied().unwrap_or(y);
+    let name = node.name.clone();
+    let x = arg(i);
+    let x_shape = graph.node(x).shape;
+    let x_quantized = matches!(graph.node(x).dtype, DType::Block(_));
+
+    match &node.op {
+        Op::Leaf => Not("a leaf has no operands"),
+
+        // ---- elementwise
+        Op::Binary(Binary::Add) => Is(Box::new(move |g, dy| unbroadcast(g, dy, x_shape))),
+        Op::Binary(Binary::Sub) => Is(Box::new(move |g, dy| {
+            let dx = if i == 0 { dy } else { g.affine(dy, -1.0, 0.0)? };
+            unbroadcast(g, dx, x_shape)
+        })),
+        Op::Binary(Binary::Mul) => {
+            let other = arg(1 - i.min(1));
+            Is(Box::new(move |g, dy| {
+                let dx = g.mul(dy, other)?;
+                unbroadcast(g, dx, x_shape)
+            }))
+        }
+        Op::Binary(Binary::Div) => {
+            let b = arg(1);
+            Is(Box::new(move |g, dy| {
+                let q = g.div(dy, b)?;
+                let dx = if i == 0 {
+                    q
+                } else {
+                    let dx = g.mul(q, y)?;
+                    g.affine(dx, -1.0, 0.0)?
+                };
+                unbroadcast(g, dx, x_shape)
+            }))
+        }
+        Op::Unary(Unary::Tanh) => Is(Box::new(move |g, dy| {
+            let yy = g.mul(y, y)?;
+            let slope = g.affine(yy, -1.0, 1.0)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Sigmoid) => Is(Box::new(move |g, dy| {
+            let rest = g.affine(y, -1.0, 1.0)?;
+            let slope = g.mul(y, rest)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Silu) => Is(Box::new(move |g, dy| {
+            // s + y (1 - s), with y = x s
+            let s = g.unary(Unary::Sigmoid, x)?;
+            let rest = g.affine(s, -1.0, 1.0)?;
+            let tail = g.mul(y, rest)?;
+            let slope = g.add(s, tail)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Gelu) => Is(Box::new(move |g, dy| {
+            // (1 + t)/2 + x (1 - t^2)/2 u', t = tanh u, u = c (x + a x^3), u' = c (1 + 3 a x^2)
+            let (c, a) = ((2.0 / std::f32::consts::PI).sqrt(), 0.044_715);
+            let xx = g.mul(x, x)?;
+            let poly = g.affine(xx, c * a, c)?;
+            let u = g.mul(x, poly)?;
+            let t = g.unary(Unary::Tanh, u)?;
+            let tt = g.mul(t, t)?;
+            let sech = g.affine(tt, -0.5, 0.5)?;
+            let du = g.affine(xx, 3.0 * c * a, c)?;
+            let tail = g.mul(x, sech)?;
+            let tail = g.mul(tail, du)?;
+            let head = g.affine(t, 0.5, 0.5)?;
+            let slope = g.add(head, tail)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Exp) => Is(Box::new(move |g, dy| g.mul(dy, y))),
+        Op::Unary(Unary::Log) => Is(Box::new(move |g, dy| g.div(dy, x))),
+        Op::Affine { scale, .. } => {
+            let scale = scale.get();
+            Is(Box::new(move |g, dy| g.affine(dy, scale, 0.0)))
+        }
+        Op::Glu(kind) => {
+            let (kind, gate, up) = (*kind, arg(0), arg(1));
+            let wrt = if i == 0 { GluOperand::Gate } else { GluOperand::Up };
+            Is(Box::new(move |g, dy| g.push(Op::GluBack { kind, wrt }, &[gate, up, dy], &name)))
+        }
+        Op::GluBack { .. } => Not(NO_SECOND_ORDER),
+
+        // ---- reductions and layout
+        Op::Sum { .. } => Is(Box::new(move |g, dy| g.broadcast(dy, x_shape))),
+        Op::Broadcast { .. } => Is(Box::new(move |g, dy| unbroadcast(g, dy, x_shape))),
+        Op::Reshape { .. } => Is(Box::new(move |g, dy| g.reshape(dy, x_shape.dims()))),
+        Op::Permute { perm } => {
+            let mut inverse = vec![0u8; perm.len()];
+            for (to, &from) in perm.iter().enumerate() {
+                if let Some(slot) = inverse.get_mut(usize::from(from)) {
+                    *slot = to as u8;
+                }
+            }
+            Is(Box::new(move |g, dy| g.permute(dy, &inverse)))
+        }
+        Op::Slice { dim, start, len } => {
+            let after = x_shape.dim(usize::from(*dim)).saturating_sub(start + len);
+            let pad = Op::Pad { dim: *dim, before: *start, after };
+            Is(Box::new(move |g, dy| g.push(pad, &[dy], &name)))
+        }
+        Op::Pad { dim, before, .. } => {
+            let (dim, before) = (usize::from(*dim), *before);
+            Is(Box::new(move |g, dy| g.slice(dy, dim, before, x_shape.dim(dim))))
+        }
+        Op::Concat { dim } => {
+            let dim = usize::from(*dim);
+            let start: usize =
+                args.iter().take(i).map(|&a| graph.node(a).shape.dim(dim)).sum();
+            Is(Box::new(move |g, dy| g.slice(dy, dim, start, x_shape.dim(dim))))
+        }
+        Op::Copy => Is(Box::new(|_, dy| Ok(dy))),
+
+        // ---- dtype: straight through
+        Op::Cast { dtype: DType::Block(_) } => {
+            Not("the value is stored in a block format, which carries no gradient")
+        }
+        Op::Cast { .. } | Op::Round { .. } | Op::QuantizeRows => Is(Box::new(|_, dy| Ok(dy))),
+
+        // ---- indexing
+        Op::Gather if i == 1 => Not(INDEX),
+        Op::Gather if x_quantized => Not(QUANTIZED),
+        Op::Gather => {
+            let ids = arg(1);
+            let rows = x_shape.dim(0);
+            Is(Box::new(move |g, dy| g.push(Op::ScatterAdd { rows }, &[ids, dy], &name)))
+        }
+        Op::ScatterAdd { .. } if i == 0 => Not(INDEX),
+        Op::ScatterAdd { .. } => {
+            let ids = arg(0);
+            Is(Box::new(move |g, dy| g.gather(dy, ids, &name)))
+        }
+
+        // ---- normalization and position
+        Op::RmsNorm { eps } => {
+            let (eps, x, w) = (*eps, arg(0), arg(1));
+            let wrt = if i == 0 { NormOperand::X } else { NormOperand::Weight };
+            Is(Box::new(move |g, dy| g.push(Op::RmsNormBack { eps, wrt }, &[x, w, dy], &name)))
+        }
+        Op::RmsNormBack { .. } => Not(NO_SECOND_ORDER),
+        Op::RopeTable(_) if i == 0 => Not(INDEX),
+        Op::RopeTable(_) => Not("the operand holds rope frequency factors, which are constants"),
+        Op::Rope { .. } if i == 1 => {
+            Not("the operand holds rotation angles, which follow from positions")
+        }
+        Op::Rope { style, inverse } => {
+            let (op, table) = (Op::Rope { style: *style, inverse: !inverse }, arg(1));
+            Is(Box::new(move |g, dy| g.push(op, &[dy, table], &name)))
+        }
+
+        // ---- products
+        Op::MatMul { .. } if x_quantized => Not(QUANTIZED),
+        Op::MatMul { ta, tb } => {
+            let (a, b) = (arg(0), arg(1));
+            let (ta, tb) = (*ta, *tb);
+            if i == 0 && !tb && matches!(graph.node(b).dtype, DType::Block(_)) {
+                return Not(NO_SECOND_ORDER);
+            }
+            let (op, l, r) = match (i, ta, tb) {
+                (0, false, _) => (Op::MatMul { ta: false, tb: !tb }, None, Some(b)),
+                (0, true, _) => (Op::MatMul { ta: tb, tb: true }, Some(b), None),
+                (_, _, false) => (Op::MatMul { ta: !ta, tb: false }, Some(a), None),
+                (_, _, true) => (Op::MatMul { ta: true, tb: ta }, None, Some(a)),
+            };
+            Is(Box::new(move |g, dy| {
+                let dx = g.push(op, &[l.unwrap_or(dy), r.unwrap_or(dy)], &name)?;
+                unbroadcast(g, dx, x_shape)
+            }))
+        }
+        Op::Lora { .. } if i == 1 => Is(Box::new(|_, dy| Ok(dy))),
+        Op::Lora { .. } if i == 2 => Not(INDEX),
+        Op::Lora { slots } => {
+            let slots = *slots;
+            let (slot, part) = (i.saturating_sub(3) / 3, i.saturating_sub(3) % 3);
+            let part_of = move |p: usize| 3 + 3 * slot + p;
+            let (x, rows, a, b, scale) =
+                (arg(0), arg(2), arg(part_of(0)), arg(part_of(1)), arg(part_of(2)));
+            let back = move |wrt| Op::LoraBack { slots, wrt, slot: if i == 0 { 0 } else { slot } };
+            match (i, part) {
+                (0, _) => Is(Box::new(move |g, dy| {
+                    let mut operands = vec![dy, rows];
+                    operands.extend(args.iter().skip(3));
+                    g.push(back(LoraOperand::X), &operands, &name)
+                })),
+                (_, 0) => Is(Box::new(move |g, dy| {
+                    g.push(back(LoraOperand::A), &[x, dy, rows, b, scale], &name)
+                })),
+                (_, 1) => Is(Box::new(move |g, dy| {
+                    g.push(back(LoraOperand::B), &[x, dy, rows, a, scale], &name)
+                })),
+                _ => Not("the operand is an adapter's scale, which is a setting"),
+            }
+        }
+        Op::LoraBack { .. } => Not(NO_SECOND_ORDER),
+
+        // ---- attention
+        Op::Attention(attrs) => {
+            let attrs = *attrs;
+            let wrt = match i {
+                0 => AttentionOperand::Q,
+                1 => AttentionOperand::K,
+                2 => AttentionOperand::V,
+                4 | 5 => return Not("the operand is a page of a cache, which is a constant here"),
+                _ => return Not(INDEX),
+            };
+            Is(Box::new(move |g, dy| {
+                let (q, k, v, seqs) = (arg(0), arg(1), arg(2), arg(3));
+                let prefix = args.get(4..).unwrap_or(&[]);
+                let mut operands = vec![q, k, seqs];
+                operands.extend(prefix.iter().enumerate().filter(|(p, _)| *p != 1).map(|(_, n)| n));
+                let lse = g.push(Op::AttentionStats(attrs), &operands, &name)?;
+                let weighted = g.mul(dy, y)?;
+                let delta = g.sum(weighted, &[2])?;
+                let rows_heads = g.node(lse).shape;
+                let delta = g.reshape(delta, rows_heads.dims())?;
+                let mut operands = vec![q, k, v, seqs, lse, delta, dy];
+                operands.extend(prefix);
+                g.push(Op::AttentionBack { attrs, wrt }, &operands, &name)
+            }))
+        }
+        Op::AttentionStats(_) | Op::AttentionBack { .. } => Not(NO_SECOND_ORDER),
+
+        // ---- loss
+        Op::CrossEntropy if i == 1 => Not(LABEL),
+        Op::CrossEntropy => {
+            let (logits, labels) = (arg(0), arg(1));
+            Is(Box::new(move |g, dy| {
+                g.push(Op::CrossEntropyBack, &[logits, labels, dy], &name)
+            }))
+        }
+        Op::CrossEntropyBack => Not(NO_SECOND_ORDER),
+    }
+}

@@ -1,0 +1,217 @@
+//! The graph: a list of nodes in SSA form. The only file that indexes them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::shape_rule::infer;
+use crate::{DType, Invalid, Op, Shape};
+
+/// A node of one particular graph.
+#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct NodeId(u32);
+
+impl NodeId {
+    /// The node's place in its graph, counted from 0.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One value of a graph and how it is computed.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Node {
+    /// The op.
+    pub op: Op,
+    /// Operands; all earlier in the graph.
+    pub args: Vec<NodeId>,
+    /// Shape of the value.
+    pub shape: Shape,
+    /// Element type of the value.
+    pub dtype: DType,
+    /// The name refusals and faults print; a gradient node carries its forward node's.
+    pub name: Arc<str>,
+    /// The layer (block) it belongs to, if any; recomputation keeps what crosses layers.
+    pub layer: Option<u32>,
+    /// True for gradient nodes.
+    pub backward: bool,
+}
+
+/// A list of nodes; each reads only earlier ones. Equal ops on equal operands are one node.
+#[derive(Clone, Default, Debug)]
+pub struct Graph {
+    nodes: Vec<Node>,
+    known: HashMap<(Op, Vec<NodeId>), NodeId>,
+    leaves: HashMap<Arc<str>, NodeId>,
+    layer: Option<u32>,
+    /// The name gradient nodes are given while a node is differentiated.
+    origin: Option<Arc<str>>,
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new() -> Graph {
+        Graph::default()
+    }
+
+    /// Sets the layer that nodes pushed from now on belong to.
+    pub fn set_layer(&mut self, layer: Option<u32>) {
+        self.layer = layer;
+    }
+
+    /// A leaf, or the existing one of that name.
+    ///
+    /// # Errors
+    /// `Invalid` when the name is taken by a leaf of another shape or dtype, or when a row of
+    /// that shape is not a whole number of the dtype's blocks.
+    pub fn leaf(&mut self, name: &str, shape: Shape, dtype: DType) -> Result<NodeId, Invalid> {
+        if let Some(&id) = self.leaves.get(name) {
+            let node = self.node(id);
+            if node.shape == shape && node.dtype == dtype {
+                return Ok(id);
+            }
+            return Err(Invalid::new(format!(
+                "leaf `{name}` exists as {} {} and was asked for as {dtype} {shape}",
+                node.dtype, node.shape
+            )));
+        }
+        if shape.bytes(dtype).is_none() {
+            return Err(Invalid::new(format!(
+                "leaf `{name}`: rows of {} elements are not whole blocks of {dtype}",
+                shape.cols()
+            )));
+        }
+        let name: Arc<str> = name.into();
+        let id = self.append(Node {
+            op: Op::Leaf,
+            args: Vec::new(),
+            shape,
+            dtype,
+            name: name.clone(),
+            layer: None,
+            backward: false,
+        })?;
+        self.leaves.insert(name, id);
+        Ok(id)
+    }
+
+    /// A node computing `op`, or the existing one that does.
+    ///
+    /// # Errors
+    /// `Invalid` naming the node, the op and the shapes when they do not fit together.
+    pub fn push(&mut self, op: Op, args: &[NodeId], name: &str) -> Result<NodeId, Invalid> {
+        let key = (op, args.to_vec());
+        if let Some(&id) = self.known.get(&key) {
+            return Ok(id);
+        }
+        let id = self.push_fresh(key.0.clone(), args, name)?;
+        self.known.insert(key, id);
+        Ok(id)
+    }
+
+    /// A new node even where an equal one exists: for recomputation.
+    pub(crate) fn push_fresh(
+        &mut self,
+        op: Op,
+        args: &[NodeId],
+        name: &str,
+    ) -> Result<NodeId, Invalid> {
+        let name: Arc<str> = match &self.origin {
+            Some(origin) => origin.clone(),
+            None => name.into(),
+        };
+        for &a in args {
+            if a.index() >= self.nodes.len() {
+                return Err(Invalid::new(format!(
+                    "node `{name}` reads node {} of another graph",
+                    a.index()
+                )));
+            }
+        }
+        let operands: Vec<(DType, Shape)> =
+            args.iter().map(|&a| (self.node(a).dtype, self.node(a).shape)).collect();
+        let (dtype, shape) = infer(&op, &operands).map_err(|why| {
+            let shapes: Vec<String> = operands.iter().map(|(d, s)| format!("{d} {s}")).collect();
+            Invalid::new(format!("{} at node `{name}` ({}): {why}", op.name(), shapes.join(", ")))
+        })?;
+        if shape.bytes(dtype).is_none() {
+            return Err(Invalid::new(format!(
+                "{} at node `{name}`: rows of {} elements are not whole blocks of {dtype}",
+                op.name(),
+                shape.cols()
+            )));
+        }
+        self.append(Node {
+            op,
+            args: args.to_vec(),
+            shape,
+            dtype,
+            name,
+            layer: self.layer,
+            backward: self.origin.is_some(),
+        })
+    }
+
+    fn append(&mut self, node: Node) -> Result<NodeId, Invalid> {
+        match u32::try_from(self.nodes.len()) {
+            Ok(n) if n < u32::MAX => {
+                self.nodes.push(node);
+                Ok(NodeId(n))
+            }
+            _ => Err(Invalid::new("a graph has more than 2^32 nodes")),
+        }
+    }
+
+    /// While set, nodes that are pushed are gradient nodes of this name and layer.
+    pub(crate) fn set_origin(&mut self, origin: Option<(Arc<str>, Option<u32>)>) {
+        match origin {
+            Some((name, layer)) => {
+                self.origin = Some(name);
+                self.layer = layer;
+            }
+            None => {
+                self.origin = None;
+                self.layer = None;
+            }
+        }
+    }
+
+    /// The node of an id of this graph.
+    #[allow(clippy::indexing_slicing)] // ids come from this graph's own `append` only
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    /// Replaces an operand list; for graph rewrites that keep shapes.
+    #[allow(clippy::indexing_slicing)] // as in `node`
+    pub(crate) fn set_args(&mut self, id: NodeId, args: Vec<NodeId>) {
+        self.nodes[id.index()].args = args;
+    }
+
+    /// Marks a node as belonging to a layer and pass; for graph rewrites.
+    #[allow(clippy::indexing_slicing)] // as in `node`
+    pub(crate) fn mark(&mut self, id: NodeId, layer: Option<u32>, backward: bool) {
+        let node = &mut self.nodes[id.index()];
+        node.layer = layer;
+        node.backward = backward;
+    }
+
+    /// The leaf of this name.
+    pub fn find_leaf(&self, name: &str) -> Option<NodeId> {
+        self.leaves.get(name).copied()
+    }
+
+    /// Ids of all nodes, in order.
+    pub fn ids(&self) -> impl DoubleEndedIterator<Item = NodeId> + ExactSizeIterator + use<> {
+        (0..self.nodes.len() as u32).map(NodeId)
+    }
+
+    /// How many nodes there are.
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// True when there are none.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+}

@@ -1,0 +1,411 @@
+//! The closed list of ops. Every match on [`Op`] is exhaustive: a new variant is a compile
+//! error until its shape rule, gradient rule, reference and kernels exist.
+//!
+//! Shapes are written `[outer, ..., inner]`. `T` counts rows (tokens), `H` heads, `D` a head's
+//! width, `K` the inner and `N` the outer width of a projection, `V` the vocabulary, `S`
+//! sequences. "f" marks a float operand (f32 unless said), "i" an i32 operand.
+
+use crate::{DType, Shape};
+
+/// A finite real attribute of an op, comparable and hashable by its bits.
+#[derive(Copy, Clone, PartialEq, Eq, Hash)]
+pub struct Real(u32);
+
+impl Real {
+    /// Wraps a value.
+    pub fn new(value: f32) -> Real {
+        Real(value.to_bits())
+    }
+
+    /// The value.
+    pub fn get(self) -> f32 {
+        f32::from_bits(self.0)
+    }
+}
+
+impl From<f32> for Real {
+    fn from(value: f32) -> Real {
+        Real::new(value)
+    }
+}
+
+impl std::fmt::Debug for Real {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.get())
+    }
+}
+
+/// An elementwise op of two operands, broadcast as numpy does: shapes are aligned at the last
+/// dimension, a dimension of size 1 (or absent) stretches.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Binary {
+    /// `a + b`
+    Add,
+    /// `a - b`
+    Sub,
+    /// `a * b`
+    Mul,
+    /// `a / b`
+    Div,
+}
+
+/// An elementwise function of one operand.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Unary {
+    /// `tanh x`
+    Tanh,
+    /// `1 / (1 + e^-x)`
+    Sigmoid,
+    /// `x * sigmoid(x)`
+    Silu,
+    /// The tanh form of GELU: `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`
+    Gelu,
+    /// `e^x`
+    Exp,
+    /// `ln x`
+    Log,
+}
+
+/// The activation of a gated linear unit `act(gate) * up`.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum GluKind {
+    /// SwiGLU: `silu(gate) * up`
+    Swiglu,
+    /// GEGLU: `gelu(gate) * up`, tanh form
+    Geglu,
+}
+
+/// Which operand of a gated linear unit a gradient is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum GluOperand {
+    /// The activated half.
+    Gate,
+    /// The linear half.
+    Up,
+}
+
+/// How rotary embedding pairs the elements of a head.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum RopeStyle {
+    /// Neighbours `(2i, 2i+1)` (llama.cpp's "norm").
+    Interleaved,
+    /// Halves `(i, i + dims/2)` (GPT-NeoX).
+    Halves,
+}
+
+/// The angles of rotary embedding: `theta_i = pos * freq_scale * base^(-2i/dims) / factor_i`.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct RopeAngles {
+    /// How many leading elements of each head rotate (even).
+    pub dims: usize,
+    /// The frequency base.
+    pub base: Real,
+    /// Linear position scaling (1 / factor of the model's metadata).
+    pub freq_scale: Real,
+    /// True when the second operand holds `dims/2` frequency factors.
+    pub factors: bool,
+}
+
+/// The attributes of causal attention over the rows of packed sequences and, optionally, their
+/// cached prefixes.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct AttentionAttrs {
+    /// Multiplies `q . k` (usually `1/sqrt(D)`).
+    pub scale: Real,
+    /// Sliding window: query `i` sees key `j` only if `i - j < window`. `None` sees all.
+    pub window: Option<u32>,
+    /// Logits become `cap * tanh(logit / cap)`.
+    pub softcap: Option<Real>,
+    /// True when the operands end in `k_pages, v_pages, table`.
+    pub prefix: bool,
+}
+
+/// Which operand of attention a gradient is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum AttentionOperand {
+    /// The queries `[T, Hq, D]`.
+    Q,
+    /// The rows' own keys `[T, Hkv, D]`.
+    K,
+    /// The rows' own values `[T, Hkv, Dv]`.
+    V,
+}
+
+/// Which operand of [`Op::RmsNorm`] a gradient is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum NormOperand {
+    /// The normalized rows.
+    X,
+    /// The weight.
+    Weight,
+}
+
+/// Which operand of [`Op::Lora`] a gradient is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum LoraOperand {
+    /// The rows `[T, K]`.
+    X,
+    /// `A` of one slot `[r, K]`.
+    A,
+    /// `B` of one slot `[N, r]`.
+    B,
+}
+
+/// What a node computes. Ops are pure: no aliasing, no state, no in-place writes.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Op {
+    /// A value bound when the graph runs: a weight, an input, a page of a cache.
+    Leaf,
+
+    // ---- elementwise -------------------------------------------------------------------
+    /// `(f a, f b) -> f`: see [`Binary`].
+    Binary(Binary),
+    /// `(f x) -> f`: see [`Unary`].
+    Unary(Unary),
+    /// `(f x) -> f`: `scale * x + bias`.
+    Affine {
+        /// Multiplier.
+        scale: Real,
+        /// Addend.
+        bias: Real,
+    },
+    /// `(f gate [.., n], f up [.., n]) -> f [.., n]`: `act(gate) * up`.
+    Glu(GluKind),
+    /// `(f gate, f up, f dy) -> f`: gradient of [`Op::Glu`] for one operand.
+    /// `Up`: `dy * act(gate)`; `Gate`: `dy * up * act'(gate)`.
+    GluBack {
+        /// The activation.
+        kind: GluKind,
+        /// The operand it is for.
+        wrt: GluOperand,
+    },
+
+    // ---- reductions and layout ---------------------------------------------------------
+    /// `(f x) -> f`: sum over the dimensions whose bit is set (bit i = dimension i); they
+    /// stay, with size 1. Elements are added in row-major order, in f32.
+    Sum {
+        /// Bit set of dimensions.
+        dims: u8,
+    },
+    /// `(f x) -> f`: dimensions of size 1 (or absent leading ones) are repeated up to `shape`.
+    Broadcast {
+        /// The resulting shape.
+        shape: Shape,
+    },
+    /// `(x) -> same dtype`: the same elements under another shape.
+    Reshape {
+        /// The resulting shape; same element count.
+        shape: Shape,
+    },
+    /// `(x) -> same dtype`: output dimension `i` is input dimension `perm[i]`.
+    Permute {
+        /// A permutation of the dimensions, as many entries as the rank.
+        perm: Vec<u8>,
+    },
+    /// `(x) -> same dtype`: `len` entries of dimension `dim` from `start`.
+    Slice {
+        /// The dimension that is cut.
+        dim: u8,
+        /// First entry kept.
+        start: usize,
+        /// Entries kept.
+        len: usize,
+    },
+    /// `(f x) -> f`: zeros added before and after along one dimension. Gradient of `Slice`.
+    Pad {
+        /// The dimension that grows.
+        dim: u8,
+        /// Zeros in front.
+        before: usize,
+        /// Zeros behind.
+        after: usize,
+    },
+    /// `(f x0, f x1, ...) -> f`: joined along `dim`.
+    Concat {
+        /// The dimension that is joined.
+        dim: u8,
+    },
+    /// `(x) -> same dtype, contiguous`: identity. The planner inserts it where a device does
+    /// not read a strided operand in place.
+    Copy,
+
+    // ---- dtype -------------------------------------------------------------------------
+    /// `(f32 x [.., K]) -> dtype`: conversion to f16, bf16 or Q8_0 (as ggml quantizes: scale
+    /// `f16(amax/127)`, codes rounded half away from zero), or from f16/bf16 to f32. What a
+    /// cache stores. Straight-through gradient between float types; a block format has none.
+    Cast {
+        /// The resulting dtype.
+        dtype: DType,
+    },
+    /// `(f32 x) -> f32`: the values that `Cast` to `dtype` and back would give.
+    /// Straight-through gradient.
+    Round {
+        /// f32 (identity), f16, bf16 or Q8_0.
+        dtype: DType,
+    },
+    /// `(f32 x [.., K]) -> q8-rows [.., K]`: each row in blocks of 32: `scale = amax / 127`
+    /// (f32), `code = round_half_even(x / scale)`; a block of zeros has scale 0.
+    /// Straight-through gradient.
+    QuantizeRows,
+
+    // ---- indexing ----------------------------------------------------------------------
+    /// `(table [V, K] of any dtype, i ids [T]) -> f32 [T, K]`.
+    Gather,
+    /// `(i ids [T], f x [T, K]) -> f [rows, K]`: rows of `x` added up by id, in row order.
+    ScatterAdd {
+        /// Rows of the result.
+        rows: usize,
+    },
+
+    // ---- normalization and position ----------------------------------------------------
+    /// `(f x [.., n], f w [n]) -> f`: `x / sqrt(mean(x^2) + eps) * w`.
+    RmsNorm {
+        /// Added to the mean square.
+        eps: Real,
+    },
+    /// `(f x, f w, f dy) -> f`: gradient of [`Op::RmsNorm`]; `X`: shape of x, with
+    /// `r = 1/sqrt(mean(x^2)+eps)`, `r*(w*dy - x * r^2 * mean(w*dy*x))`; `Weight`: `[n]`,
+    /// `sum over rows of dy * x * r`.
+    RmsNormBack {
+        /// As in the forward op.
+        eps: Real,
+        /// The operand it is for.
+        wrt: NormOperand,
+    },
+    /// `(i pos [T]) or (i pos [T], f factors [dims/2]) -> f [T, dims]`: `dims/2` cosines, then
+    /// `dims/2` sines, of the angles of each position; computed in f64, rounded once.
+    RopeTable(RopeAngles),
+    /// `(f x [T, H, D], f table [T, dims]) -> f`: each head's leading `dims` elements rotated
+    /// by the row's angles: `(a, b) -> (a cos - b sin, a sin + b cos)`; the rest unchanged.
+    Rope {
+        /// Which elements pair up.
+        style: RopeStyle,
+        /// Rotates backwards: the gradient of the forward rotation.
+        inverse: bool,
+    },
+
+    // ---- products ----------------------------------------------------------------------
+    /// `(a, b) -> f32 [.., m, n]`: `op(a) [.., m, k] . op(b) [.., k, n]`, where `op` transposes
+    /// the last two dimensions if its flag is set. Leading dimensions of `a` and `b` broadcast
+    /// (a rank-2 `b` is shared by all). `a` is f32, or q8-rows when `b` is of a block format
+    /// and `!ta`; `b` is f32, f16, bf16 or a block format (rank 2). A projection of GGUF
+    /// weights `[N, K]` has `tb = true`.
+    MatMul {
+        /// Transposes the last two dimensions of `a`.
+        ta: bool,
+        /// Transposes the last two dimensions of `b`.
+        tb: bool,
+    },
+    /// `(f x [T, K], f base [T, N], i rows [T], then per slot: f A [r, K], f B [N, r],
+    /// f scale [1]) -> f [T, N]`: `base + scale_s * B_s (A_s x)` for row `t` with
+    /// `s = rows[t]`; rows with a negative slot are `base`. Ranks may differ.
+    Lora {
+        /// How many slots the operands hold.
+        slots: usize,
+    },
+    /// Gradient of [`Op::Lora`]. `X`: `(f dy [T, N], i rows, then A, B, scale per slot) ->
+    /// [T, K]`. `A`: `(f x, f dy, i rows, f B, f scale) -> [r, K]` for the given slot:
+    /// `sum_t scale * (B^T dy_t) x_t^T`. `B`: `(f x, f dy, i rows, f A, f scale) -> [N, r]`:
+    /// `sum_t scale * dy_t (A x_t)^T`.
+    LoraBack {
+        /// How many slots the forward op had.
+        slots: usize,
+        /// The operand it is for.
+        wrt: LoraOperand,
+        /// The slot, for `A` and `B`; 0 for `X`.
+        slot: usize,
+    },
+
+    // ---- attention ---------------------------------------------------------------------
+    /// `(f q [T, Hq, D], f k [T, Hkv, D], f v [T, Hkv, Dv], i seqs [S, 3]
+    /// [, k_pages [P, page, Hkv, D], v_pages [P, page, Hkv, Dv], i table [S, M]]) ->
+    /// f [T, Hq, Dv]`.
+    ///
+    /// `seqs[s] = (first, rows, cached)`: rows `first .. first + rows` are sequence `s` at
+    /// positions `cached ..`; position `p < cached` is at page `table[s][p / page]`, slot
+    /// `p % page`. Rows of no sequence give zeros. Query head `h` reads key head
+    /// `h * Hkv / Hq`. Causal: a row sees its own and earlier positions, within the window.
+    /// Pages are f32, f16, bf16 or Q8_0 (blocks along the last dimension).
+    Attention(AttentionAttrs),
+    /// `(q, k, i seqs [, k_pages, table]) -> f [T, Hq]`: the log-sum-exp of each row's logits,
+    /// 0 for rows of no sequence.
+    AttentionStats(AttentionAttrs),
+    /// `(q, k, v, i seqs, f lse [T, Hq], f delta [T, Hq], f dout [T, Hq, Dv]
+    /// [, k_pages, v_pages, table]) -> shape of the operand`. With `p = exp(logit - lse)`,
+    /// `ds = p * (dout . v - delta)` (times the cap's derivative), `delta = sum(dout * out)`:
+    /// `Q`: `scale * ds k`; `K`: `scale * ds^T q`; `V`: `p^T dout`, summed over the query heads
+    /// that share a key head.
+    AttentionBack {
+        /// As in the forward op.
+        attrs: AttentionAttrs,
+        /// The operand it is for.
+        wrt: AttentionOperand,
+    },
+
+    // ---- loss --------------------------------------------------------------------------
+    /// `(f logits [T, V], i labels [T]) -> f [T]`: `logsumexp(logits) - logits[label]`;
+    /// 0 where the label is negative (such a row is never read).
+    CrossEntropy,
+    /// `(f logits [T, V], i labels [T], f dy [T]) -> f [T, V]`:
+    /// `dy * (softmax(logits) - onehot(label))`; exactly 0 where the label is negative or
+    /// `dy` is 0, even if the logits are not finite.
+    CrossEntropyBack,
+}
+
+impl Op {
+    /// The op's name in messages and tables.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Leaf => "Leaf",
+            Op::Binary(Binary::Add) => "Add",
+            Op::Binary(Binary::Sub) => "Sub",
+            Op::Binary(Binary::Mul) => "Mul",
+            Op::Binary(Binary::Div) => "Div",
+            Op::Unary(Unary::Tanh) => "Tanh",
+            Op::Unary(Unary::Sigmoid) => "Sigmoid",
+            Op::Unary(Unary::Silu) => "Silu",
+            Op::Unary(Unary::Gelu) => "Gelu",
+            Op::Unary(Unary::Exp) => "Exp",
+            Op::Unary(Unary::Log) => "Log",
+            Op::Affine { .. } => "Affine",
+            Op::Glu(GluKind::Swiglu) => "Swiglu",
+            Op::Glu(GluKind::Geglu) => "Geglu",
+            Op::GluBack { kind: GluKind::Swiglu, .. } => "SwigluBack",
+            Op::GluBack { kind: GluKind::Geglu, .. } => "GegluBack",
+            Op::Sum { .. } => "Sum",
+            Op::Broadcast { .. } => "Broadcast",
+            Op::Reshape { .. } => "Reshape",
+            Op::Permute { .. } => "Permute",
+            Op::Slice { .. } => "Slice",
+            Op::Pad { .. } => "Pad",
+            Op::Concat { .. } => "Concat",
+            Op::Copy => "Copy",
+            Op::Cast { .. } => "Cast",
+            Op::Round { .. } => "Round",
+            Op::QuantizeRows => "QuantizeRows",
+            Op::Gather => "Gather",
+            Op::ScatterAdd { .. } => "ScatterAdd",
+            Op::RmsNorm { .. } => "RmsNorm",
+            Op::RmsNormBack { .. } => "RmsNormBack",
+            Op::RopeTable(_) => "RopeTable",
+            Op::Rope { .. } => "Rope",
+            Op::MatMul { .. } => "MatMul",
+            Op::Lora { .. } => "Lora",
+            Op::LoraBack { .. } => "LoraBack",
+            Op::Attention(_) => "Attention",
+            Op::AttentionStats(_) => "AttentionStats",
+            Op::AttentionBack { .. } => "AttentionBack",
+            Op::CrossEntropy => "CrossEntropy",
+            Op::CrossEntropyBack => "CrossEntropyBack",
+        }
+    }
+
+    /// True for the ops that only relabel their operand's elements: the planner reads through
+    /// them where it can.
+    pub fn is_view(&self) -> bool {
+        matches!(
+            self,
+            Op::Reshape { .. } | Op::Permute { .. } | Op::Slice { .. } | Op::Broadcast { .. }
+        )
+    }
+}

@@ -1,0 +1,484 @@
+//! The shape and dtype of every op's result; what the builder refuses.
+
+use crate::*;
+
+type Operand = (DType, Shape);
+type Rule = std::result::Result<(DType, Shape), String>;
+
+fn fit(shape: &[usize]) -> std::result::Result<Shape, String> {
+    Shape::new(shape).map_err(|e| e.message)
+}
+
+fn want(ok: bool, why: impl FnOnce() -> String) -> std::result::Result<(), String> {
+    if ok { Ok(()) } else { Err(why()) }
+}
+
+/// Exactly `N` operands.
+fn operands<const N: usize>(args: &[Operand]) -> std::result::Result<[Operand; N], String> {
+    args.try_into().map_err(|_| format!("takes {N} operands, was given {}", args.len()))
+}
+
+fn f32s(args: &[Operand], which: &[usize]) -> std::result::Result<(), String> {
+    for &i in which {
+        if let Some((dtype, _)) = args.get(i) {
+            want(*dtype == DType::F32, || format!("operand {i} must be f32, is {dtype}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn i32s(args: &[Operand], which: &[usize]) -> std::result::Result<(), String> {
+    for &i in which {
+        if let Some((dtype, _)) = args.get(i) {
+            want(*dtype == DType::I32, || format!("operand {i} must be i32, is {dtype}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn same(a: Shape, b: Shape) -> std::result::Result<(), String> {
+    want(a == b, || format!("shapes {a} and {b} differ"))
+}
+
+fn is(shape: Shape, dims: &[usize], what: &str) -> std::result::Result<(), String> {
+    want(shape.dims() == dims, || format!("{what} must be {dims:?}, is {shape}"))
+}
+
+/// The numpy broadcast of two shapes.
+pub(crate) fn broadcast_shapes(a: Shape, b: Shape) -> std::result::Result<Shape, String> {
+    let rank = a.rank().max(b.rank());
+    let mut dims = vec![1; rank];
+    for (i, d) in dims.iter_mut().enumerate() {
+        let at = |s: Shape| if i + s.rank() < rank { 1 } else { s.dim(i + s.rank() - rank) };
+        *d = match (at(a), at(b)) {
+            (x, y) if x == y => x,
+            (1, y) => y,
+            (x, 1) => x,
+            _ => return Err(format!("shapes {a} and {b} do not broadcast")),
+        };
+    }
+    fit(&dims)
+}
+
+/// The attention operands' common checks; `v` is absent for the statistics.
+fn attention(
+    q: Operand,
+    k: Operand,
+    v: Option<Operand>,
+    seqs: Operand,
+    prefix: &[Operand],
+    attrs: &AttentionAttrs,
+) -> std::result::Result<(), String> {
+    let (q, k) = (q.1, k.1);
+    want(q.rank() == 3 && k.rank() == 3, || "q and k must be [rows, heads, width]".into())?;
+    let (hq, d, hkv) = (q.dim(1), q.dim(2), k.dim(1));
+    want(k.dim(0) == q.dim(0) && k.dim(2) == d, || format!("q {q} and k {k} do not match"))?;
+    want(hkv > 0 && hq % hkv == 0, || {
+        format!("{hq} query heads are not a multiple of {hkv} key heads")
+    })?;
+    want(d > 0, || "head width 0".into())?;
+    if let Some((_, v)) = v {
+        want(v.rank() == 3 && v.dim(0) == q.dim(0) && v.dim(1) == hkv && v.dim(2) > 0, || {
+            format!("k {k} and v {v} do not match")
+        })?;
+    }
+    want(seqs.0 == DType::I32 && seqs.1.rank() == 2 && seqs.1.dim(1) == 3, || {
+        format!("seqs must be i32 [S, 3], is {} {}", seqs.0, seqs.1)
+    })?;
+    want(attrs.window != Some(0), || "a window of 0 sees nothing".into())?;
+    want(attrs.softcap.is_none_or(|c| c.get() > 0.0), || "softcap must be positive".into())?;
+    want(attrs.scale.get().is_finite(), || "scale must be finite".into())?;
+    if !attrs.prefix {
+        return want(prefix.is_empty(), || "operands of a cached prefix without `prefix`".into());
+    }
+    let expected = if v.is_some() { 3 } else { 2 };
+    want(prefix.len() == expected, || {
+        format!("a cached prefix takes {expected} operands, was given {}", prefix.len())
+    })?;
+    let mut page = None;
+    for (i, &(dtype, shape)) in prefix.iter().enumerate() {
+        if i + 1 == prefix.len() {
+            want(dtype == DType::I32 && shape.rank() == 2 && shape.dim(0) == seqs.1.dim(0), || {
+                format!("table must be i32 [{}, M], is {dtype} {shape}", seqs.1.dim(0))
+            })?;
+            continue;
+        }
+        let width = match (i, v) {
+            (0, _) => d,
+            (_, Some((_, v))) => v.dim(2),
+            (_, None) => d,
+        };
+        let q8 = DType::Block(gguf::TensorType::Q8_0);
+        want(dtype.is_float() || dtype == q8, || format!("pages of {dtype}"))?;
+        want(
+            shape.rank() == 4 && shape.dim(2) == hkv && shape.dim(3) == width && shape.dim(1) > 0,
+            || format!("pages must be [P, page, {hkv}, {width}], are {shape}"),
+        )?;
+        want(*page.get_or_insert(shape.dim(1)) == shape.dim(1), || {
+            "key and value pages differ in length".into()
+        })?;
+    }
+    Ok(())
+}
+
+/// The dtype and shape of a node's value, or one phrase saying what does not fit.
+pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
+    let f = DType::F32;
+    match op {
+        Op::Leaf => Err("leaves are made with `leaf`".into()),
+        Op::Binary(_) => {
+            f32s(args, &[0, 1])?;
+            let [a, b] = operands(args)?;
+            Ok((f, broadcast_shapes(a.1, b.1)?))
+        }
+        Op::Unary(_) => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            Ok((f, x.1))
+        }
+        Op::Affine { scale, bias } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            want(scale.get().is_finite() && bias.get().is_finite(), || "not finite".into())?;
+            Ok((f, x.1))
+        }
+        Op::Glu(_) => {
+            f32s(args, &[0, 1])?;
+            let [gate, up] = operands(args)?;
+            same(gate.1, up.1)?;
+            Ok((f, up.1))
+        }
+        Op::GluBack { .. } => {
+            f32s(args, &[0, 1, 2])?;
+            let [gate, up, dy] = operands(args)?;
+            same(gate.1, up.1)?;
+            same(up.1, dy.1)?;
+            Ok((f, up.1))
+        }
+        Op::Sum { dims } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            let x = x.1;
+            want(usize::from(*dims) < 1 << x.rank(), || "sums a dimension it has not".into())?;
+            let out: Vec<usize> = (0..x.rank())
+                .map(|i| if dims >> i & 1 == 1 { 1 } else { x.dim(i) })
+                .collect();
+            Ok((f, fit(&out)?))
+        }
+        Op::Broadcast { shape } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            let wide = broadcast_shapes(x.1, *shape)?;
+            want(wide == *shape, || format!("{} does not broadcast to {shape}", x.1))?;
+            Ok((f, *shape))
+        }
+        Op::Reshape { shape } => {
+            let [x] = operands(args)?;
+            want(x.0.element_bytes().is_some(), || format!("{} cannot be reshaped", x.0))?;
+            want(x.1.elements() == shape.elements(), || {
+                format!("{} and {shape} have different element counts", x.1)
+            })?;
+            Ok((x.0, *shape))
+        }
+        Op::Permute { perm } => {
+            let [x] = operands(args)?;
+            want(x.0.element_bytes().is_some(), || format!("{} cannot be permuted", x.0))?;
+            let mut seen = 0u32;
+            let mut out = Vec::with_capacity(perm.len());
+            for &p in perm {
+                want(usize::from(p) < x.1.rank(), || format!("no dimension {p}"))?;
+                seen |= 1 << p;
+                out.push(x.1.dim(usize::from(p)));
+            }
+            want(perm.len() == x.1.rank() && seen.count_ones() as usize == x.1.rank(), || {
+                format!("{perm:?} is not a permutation of {} dimensions", x.1.rank())
+            })?;
+            Ok((x.0, fit(&out)?))
+        }
+        Op::Slice { dim, start, len } => {
+            let [x] = operands(args)?;
+            let dim = usize::from(*dim);
+            want(x.0.element_bytes().is_some(), || format!("{} cannot be sliced", x.0))?;
+            want(dim < x.1.rank(), || format!("no dimension {dim}"))?;
+            let end = start.checked_add(*len);
+            want(end.is_some_and(|end| end <= x.1.dim(dim)), || {
+                format!("entries {start}.. of {len} are outside of {}", x.1.dim(dim))
+            })?;
+            Ok((x.0, x.1.with_dim(dim, *len).map_err(|e| e.message)?))
+        }
+        Op::Pad { dim, before, after } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            let dim = usize::from(*dim);
+            want(dim < x.1.rank(), || format!("no dimension {dim}"))?;
+            let size = x.1.dim(dim).checked_add(*before).and_then(|n| n.checked_add(*after));
+            let size = size.ok_or("the padded size overflows")?;
+            Ok((f, x.1.with_dim(dim, size).map_err(|e| e.message)?))
+        }
+        Op::Concat { dim } => {
+            let dim = usize::from(*dim);
+            let first = args.first().ok_or("takes at least one operand")?;
+            want(dim < first.1.rank(), || format!("no dimension {dim}"))?;
+            let mut size = 0usize;
+            for (i, (dtype, shape)) in args.iter().enumerate() {
+                want(*dtype == f, || format!("operand {i} must be f32, is {dtype}"))?;
+                want(shape.rank() == first.1.rank(), || {
+                    format!("shapes {} and {shape} differ in rank", first.1)
+                })?;
+                for d in (0..shape.rank()).filter(|&d| d != dim) {
+                    want(shape.dim(d) == first.1.dim(d), || {
+                        format!("shapes {} and {shape} differ beside dimension {dim}", first.1)
+                    })?;
+                }
+                size = size.checked_add(shape.dim(dim)).ok_or("the joined size overflows")?;
+            }
+            Ok((f, first.1.with_dim(dim, size).map_err(|e| e.message)?))
+        }
+        Op::Copy => {
+            let [x] = operands(args)?;
+            want(x.0.element_bytes().is_some(), || format!("{} cannot be copied", x.0))?;
+            Ok(x)
+        }
+        Op::Cast { dtype } => {
+            let [x] = operands(args)?;
+            let narrow = matches!(dtype, DType::F16 | DType::BF16)
+                || *dtype == DType::Block(gguf::TensorType::Q8_0);
+            let ok = (x.0 == f && narrow) || (x.0.is_float() && x.0 != f && *dtype == f);
+            want(ok, || format!("no conversion from {} to {dtype}", x.0))?;
+            Ok((*dtype, x.1))
+        }
+        Op::Round { dtype } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            let q8 = DType::Block(gguf::TensorType::Q8_0);
+            want(dtype.is_float() || *dtype == q8, || format!("no rounding to {dtype}"))?;
+            want(dtype.row_bytes(x.1.cols()).is_some(), || {
+                format!("rows of {} elements are not whole blocks of {dtype}", x.1.cols())
+            })?;
+            Ok((f, x.1))
+        }
+        Op::QuantizeRows => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            Ok((DType::Q8Rows, x.1))
+        }
+        Op::Gather => {
+            i32s(args, &[1])?;
+            let [table, ids] = operands(args)?;
+            want(table.1.rank() == 2, || format!("the table must be [V, K], is {}", table.1))?;
+            want(table.0 != DType::I32 && table.0 != DType::Q8Rows, || {
+                format!("no rows of a table of {}", table.0)
+            })?;
+            want(ids.1.rank() == 1, || format!("ids must be [T], are {}", ids.1))?;
+            Ok((f, fit(&[ids.1.dim(0), table.1.dim(1)])?))
+        }
+        Op::ScatterAdd { rows } => {
+            i32s(args, &[0])?;
+            f32s(args, &[1])?;
+            let [ids, x] = operands(args)?;
+            want(ids.1.rank() == 1 && x.1.rank() == 2 && x.1.dim(0) == ids.1.dim(0), || {
+                format!("ids {} and rows {} do not match", ids.1, x.1)
+            })?;
+            Ok((f, fit(&[*rows, x.1.dim(1)])?))
+        }
+        Op::RmsNorm { eps } => {
+            f32s(args, &[0, 1])?;
+            let [x, w] = operands(args)?;
+            want(eps.get() >= 0.0, || "eps must not be negative".into())?;
+            is(w.1, &[x.1.cols()], "the weight")?;
+            Ok((f, x.1))
+        }
+        Op::RmsNormBack { wrt, .. } => {
+            f32s(args, &[0, 1, 2])?;
+            let [x, w, dy] = operands(args)?;
+            is(w.1, &[x.1.cols()], "the weight")?;
+            same(x.1, dy.1)?;
+            Ok(match wrt {
+                NormOperand::X => (f, x.1),
+                NormOperand::Weight => (f, w.1),
+            })
+        }
+        Op::RopeTable(angles) => {
+            i32s(args, &[0])?;
+            let pos = if angles.factors {
+                f32s(args, &[1])?;
+                let [pos, factors] = operands(args)?;
+                is(factors.1, &[angles.dims / 2], "the factors")?;
+                pos
+            } else {
+                let [pos] = operands(args)?;
+                pos
+            };
+            want(pos.1.rank() == 1, || format!("positions must be [T], are {}", pos.1))?;
+            want(angles.dims > 0 && angles.dims % 2 == 0, || "rotates an odd width".into())?;
+            Ok((f, fit(&[pos.1.dim(0), angles.dims])?))
+        }
+        Op::Rope { .. } => {
+            f32s(args, &[0, 1])?;
+            let [x, table] = operands(args)?;
+            want(
+                x.1.rank() == 3
+                    && table.1.rank() == 2
+                    && table.1.dim(0) == x.1.dim(0)
+                    && table.1.dim(1) <= x.1.dim(2)
+                    && table.1.dim(1) % 2 == 0,
+                || format!("x {} and the table {} do not match", x.1, table.1),
+            )?;
+            Ok((f, x.1))
+        }
+        Op::MatMul { ta, tb } => {
+            let [a, b] = operands(args)?;
+            let (ar, br) = (a.1.rank(), b.1.rank());
+            want(ar >= 2 && br >= 2, || format!("{} and {} are not matrices", a.1, b.1))?;
+            match (a.0, b.0) {
+                (DType::F32, DType::F32 | DType::F16 | DType::BF16) => {}
+                (DType::F32, DType::Block(_)) => {
+                    want(!ta && !tb, || {
+                        format!("a {} matrix takes q8-rows on its left (QuantizeRows)", b.0)
+                    })?;
+                }
+                (DType::Q8Rows, DType::Block(_)) => {
+                    want(!ta && *tb, || "q8-rows multiply a transposed block matrix".into())?;
+                }
+                (a, b) => return Err(format!("no product of {a} and {b}")),
+            }
+            if let DType::Block(_) = b.0 {
+                want(br == 2, || format!("a {} matrix must be [N, K], is {}", b.0, b.1))?;
+            }
+            let pick = |s: Shape, t: bool| {
+                let (r, c) = (s.dim(s.rank() - 2), s.cols());
+                if t { (c, r) } else { (r, c) }
+            };
+            let ((m, k), (k2, n)) = (pick(a.1, *ta), pick(b.1, *tb));
+            want(k == k2, || format!("inner widths {k} and {k2} differ"))?;
+            let outer = |s: Shape| Shape::new(s.dims().split_at(s.rank() - 2).0);
+            let outer_a = outer(a.1).map_err(|e| e.message)?;
+            let outer_b = outer(b.1).map_err(|e| e.message)?;
+            let mut dims = broadcast_shapes(outer_a, outer_b)?.dims().to_vec();
+            dims.extend([m, n]);
+            Ok((f, fit(&dims)?))
+        }
+        Op::Lora { slots } => {
+            let expected = slots.checked_mul(3).and_then(|n| n.checked_add(3));
+            want(Some(args.len()) == expected && *slots > 0, || {
+                format!("{slots} slots take 3 + 3 x slots operands, was given {}", args.len())
+            })?;
+            f32s(args, &[0, 1])?;
+            i32s(args, &[2])?;
+            let [x, base, rows, slots @ ..] = args else {
+                return Err("takes x, base and rows".into());
+            };
+            want(x.1.rank() == 2 && base.1.rank() == 2 && x.1.dim(0) == base.1.dim(0), || {
+                format!("x {} and base {} do not match", x.1, base.1)
+            })?;
+            is(rows.1, &[x.1.dim(0)], "rows")?;
+            lora_slots(slots, x.1.dim(1), base.1.dim(1))?;
+            Ok((f, base.1))
+        }
+        Op::LoraBack { slots, wrt: LoraOperand::X, .. } => {
+            let expected = slots.checked_mul(3).and_then(|n| n.checked_add(2));
+            want(Some(args.len()) == expected && *slots > 0, || {
+                format!("{slots} slots take 2 + 3 x slots operands, was given {}", args.len())
+            })?;
+            f32s(args, &[0])?;
+            i32s(args, &[1])?;
+            let [dy, rows, slots @ ..] = args else {
+                return Err("takes dy and rows".into());
+            };
+            want(dy.1.rank() == 2, || format!("dy must be [T, N], is {}", dy.1))?;
+            is(rows.1, &[dy.1.dim(0)], "rows")?;
+            let k = slots.first().map_or(0, |a| a.1.cols());
+            lora_slots(slots, k, dy.1.dim(1))?;
+            Ok((f, fit(&[dy.1.dim(0), k])?))
+        }
+        Op::LoraBack { slots, wrt, slot } => {
+            want(slot < slots, || format!("no slot {slot} of {slots}"))?;
+            f32s(args, &[0, 1, 3, 4])?;
+            i32s(args, &[2])?;
+            let [x, dy, rows, other, scale] = operands(args)?;
+            want(x.1.rank() == 2 && dy.1.rank() == 2 && x.1.dim(0) == dy.1.dim(0), || {
+                format!("x {} and dy {} do not match", x.1, dy.1)
+            })?;
+            is(rows.1, &[x.1.dim(0)], "rows")?;
+            is(scale.1, &[1], "scale")?;
+            let (k, n) = (x.1.dim(1), dy.1.dim(1));
+            want(other.1.rank() == 2, || format!("A or B must be a matrix, is {}", other.1))?;
+            if *wrt == LoraOperand::A {
+                want(other.1.dim(0) == n, || format!("B {} does not give {n}", other.1))?;
+                Ok((f, fit(&[other.1.dim(1), k])?))
+            } else {
+                want(other.1.dim(1) == k, || format!("A {} does not take {k}", other.1))?;
+                Ok((f, fit(&[n, other.1.dim(0)])?))
+            }
+        }
+        Op::Attention(attrs) => {
+            f32s(args, &[0, 1, 2])?;
+            let [q, k, v, seqs, prefix @ ..] = args else {
+                return Err("takes q, k, v and seqs".into());
+            };
+            attention(*q, *k, Some(*v), *seqs, prefix, attrs)?;
+            Ok((f, fit(&[q.1.dim(0), q.1.dim(1), v.1.dim(2)])?))
+        }
+        Op::AttentionStats(attrs) => {
+            f32s(args, &[0, 1])?;
+            let [q, k, seqs, prefix @ ..] = args else {
+                return Err("takes q, k and seqs".into());
+            };
+            attention(*q, *k, None, *seqs, prefix, attrs)?;
+            Ok((f, fit(&[q.1.dim(0), q.1.dim(1)])?))
+        }
+        Op::AttentionBack { attrs, wrt } => {
+            f32s(args, &[0, 1, 2, 4, 5, 6])?;
+            let [q, k, v, seqs, lse, delta, dout, prefix @ ..] = args else {
+                return Err("takes q, k, v, seqs, lse, delta and dout".into());
+            };
+            attention(*q, *k, Some(*v), *seqs, prefix, attrs)?;
+            let (t, h) = (q.1.dim(0), q.1.dim(1));
+            is(lse.1, &[t, h], "lse")?;
+            is(delta.1, &[t, h], "delta")?;
+            is(dout.1, &[t, h, v.1.dim(2)], "dout")?;
+            Ok(match wrt {
+                AttentionOperand::Q => (f, q.1),
+                AttentionOperand::K => (f, k.1),
+                AttentionOperand::V => (f, v.1),
+            })
+        }
+        Op::CrossEntropy => {
+            f32s(args, &[0])?;
+            i32s(args, &[1])?;
+            let [logits, labels] = operands(args)?;
+            want(logits.1.rank() == 2 && logits.1.dim(1) > 0, || {
+                format!("logits must be [T, V], are {}", logits.1)
+            })?;
+            is(labels.1, &[logits.1.dim(0)], "labels")?;
+            Ok((f, labels.1))
+        }
+        Op::CrossEntropyBack => {
+            f32s(args, &[0, 2])?;
+            i32s(args, &[1])?;
+            let [logits, labels, dy] = operands(args)?;
+            want(logits.1.rank() == 2 && logits.1.dim(1) > 0, || {
+                format!("logits must be [T, V], are {}", logits.1)
+            })?;
+            is(labels.1, &[logits.1.dim(0)], "labels")?;
+            is(dy.1, &[logits.1.dim(0)], "dy")?;
+            Ok((f, logits.1))
+        }
+    }
+}
+
+fn lora_slots(rest: &[Operand], k: usize, n: usize) -> std::result::Result<(), String> {
+    for (slot, chunk) in rest.chunks(3).enumerate() {
+        let [a, b, scale] = operands(chunk)?;
+        f32s(chunk, &[0, 1, 2])?;
+        let rank = a.1.dim(0);
+        want(a.1.rank() == 2 && a.1.dim(1) == k && rank > 0, || {
+            format!("A of slot {slot} must be [r, {k}], is {}", a.1)
+        })?;
+        want(b.1.dims() == [n, rank], || {
+            format!("B of slot {slot} must be [{n}, {rank}], is {}", b.1)
+        })?;
+        is(scale.1, &[1], "scale")?;
+    }
+    Ok(())
+}
