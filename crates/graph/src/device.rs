@@ -15,7 +15,8 @@ pub struct Arg {
     pub shape: Shape,
     /// Where its elements lie.
     pub layout: Layout,
-    /// True when it is a leaf bound to what [`Device::load`] returned (a packed weight).
+    /// True when it is a leaf made by [`Graph::weight`](crate::Graph::weight), bound to what
+    /// [`Device::load`] returned.
     pub resident: bool,
 }
 

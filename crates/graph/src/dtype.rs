@@ -48,7 +48,7 @@ impl DType {
             DType::F32 | DType::I32 => cols.checked_mul(4),
             DType::F16 | DType::BF16 => cols.checked_mul(2),
             DType::Q8Rows => {
-                if cols % Q8_ROWS_BLOCK != 0 {
+                if !cols.is_multiple_of(Q8_ROWS_BLOCK) {
                     return None;
                 }
                 cols.checked_add((cols / Q8_ROWS_BLOCK).checked_mul(8)?)

@@ -95,7 +95,8 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
             match rule(graph, id, i) {
                 Rule::Is(build) => rules.push((id, i, build)),
                 Rule::Not(why) => {
-                    let operand = format!("{i} (`{}`, {})", graph.node(a).name, graph.node(a).dtype);
+                    let operand =
+                        format!("{i} (`{}`, {})", graph.node(a).name, graph.node(a).dtype);
                     let node = graph.node(id);
                     return Err(refusal(
                         Code::OpNotDifferentiable,
@@ -128,7 +129,9 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
             let Some(&operand) = graph.node(id).args.get(i) else { continue };
             let (made, expected) = match built {
                 Ok(made) => (g.node(made), graph.node(operand)),
-                Err(e) => return Err(refusal(Code::BrokenRule, node, Some(i.to_string()), e.message)),
+                Err(e) => {
+                    return Err(refusal(Code::BrokenRule, node, Some(i.to_string()), e.message));
+                }
             };
             if made.shape != expected.shape || made.dtype != DType::F32 {
                 let why = format!(
@@ -335,8 +338,7 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         }
         Op::Concat { dim } => {
             let dim = usize::from(*dim);
-            let start: usize =
-                args.iter().take(i).map(|&a| graph.node(a).shape.dim(dim)).sum();
+            let start: usize = args.iter().take(i).map(|&a| graph.node(a).shape.dim(dim)).sum();
             Is(Box::new(move |g, dy| g.slice(dy, dim, start, x_shape.dim(dim))))
         }
         Op::Copy => Is(Box::new(|_, dy| Ok(dy))),
@@ -454,9 +456,7 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         Op::CrossEntropy if i == 1 => Not(LABEL),
         Op::CrossEntropy => {
             let (logits, labels) = (arg(0), arg(1));
-            Is(Box::new(move |g, dy| {
-                g.push(Op::CrossEntropyBack, &[logits, labels, dy], &name)
-            }))
+            Is(Box::new(move |g, dy| g.push(Op::CrossEntropyBack, &[logits, labels, dy], &name)))
         }
         Op::CrossEntropyBack => Not(NO_SECOND_ORDER),
     }

@@ -22,7 +22,10 @@ mod recompute;
 mod shape;
 mod shape_rule;
 
-pub use device::{Arena, Arg, Call, Device, HostTensor, Leaf, Needs, Progress, Resident, Segment, Stop, Unsupported};
+pub use device::{
+    Arena, Arg, Call, Device, HostTensor, Leaf, Needs, Progress, Resident, Segment, Stop,
+    Unsupported,
+};
 pub use dtype::DType;
 pub use error::{Code, Error, Fault, Invalid, Kind, Refusal, Result};
 pub use grad::{Backward, vjp};

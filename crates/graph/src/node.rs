@@ -34,6 +34,8 @@ pub struct Node {
     pub layer: Option<u32>,
     /// True for gradient nodes.
     pub backward: bool,
+    /// True for leaves that are bound to what [`Device::load`](crate::Device::load) returned.
+    pub resident: bool,
 }
 
 /// A list of nodes; each reads only earlier ones. Equal ops on equal operands are one node.
@@ -58,15 +60,38 @@ impl Graph {
         self.layer = layer;
     }
 
-    /// A leaf, or the existing one of that name.
+    /// A leaf bound to host memory when the graph runs, or the existing one of that name.
     ///
     /// # Errors
-    /// `Invalid` when the name is taken by a leaf of another shape or dtype, or when a row of
-    /// that shape is not a whole number of the dtype's blocks.
+    /// `Invalid` when the name is taken by another kind of leaf, or when a row of that shape is
+    /// not a whole number of the dtype's blocks.
     pub fn leaf(&mut self, name: &str, shape: Shape, dtype: DType) -> Result<NodeId, Invalid> {
+        self.new_leaf(name, shape, dtype, false)
+    }
+
+    /// A leaf bound to a weight that the device has loaded and packed; what `MatMul` and
+    /// `Gather` take as their matrix. Every block-format matrix is one.
+    ///
+    /// # Errors
+    /// As [`Graph::leaf`].
+    pub fn weight(&mut self, name: &str, shape: Shape, dtype: DType) -> Result<NodeId, Invalid> {
+        self.new_leaf(name, shape, dtype, true)
+    }
+
+    pub(crate) fn leaf_like(&mut self, node: &Node) -> Result<NodeId, Invalid> {
+        self.new_leaf(&node.name, node.shape, node.dtype, node.resident)
+    }
+
+    fn new_leaf(
+        &mut self,
+        name: &str,
+        shape: Shape,
+        dtype: DType,
+        resident: bool,
+    ) -> Result<NodeId, Invalid> {
         if let Some(&id) = self.leaves.get(name) {
             let node = self.node(id);
-            if node.shape == shape && node.dtype == dtype {
+            if node.shape == shape && node.dtype == dtype && node.resident == resident {
                 return Ok(id);
             }
             return Err(Invalid::new(format!(
@@ -89,6 +114,7 @@ impl Graph {
             name: name.clone(),
             layer: None,
             backward: false,
+            resident,
         })?;
         self.leaves.insert(name, id);
         Ok(id)
@@ -148,6 +174,7 @@ impl Graph {
             name,
             layer: self.layer,
             backward: self.origin.is_some(),
+            resident: false,
         })
     }
 
@@ -181,18 +208,11 @@ impl Graph {
         &self.nodes[id.index()]
     }
 
-    /// Replaces an operand list; for graph rewrites that keep shapes.
-    #[allow(clippy::indexing_slicing)] // as in `node`
-    pub(crate) fn set_args(&mut self, id: NodeId, args: Vec<NodeId>) {
-        self.nodes[id.index()].args = args;
-    }
-
-    /// Marks a node as belonging to a layer and pass; for graph rewrites.
-    #[allow(clippy::indexing_slicing)] // as in `node`
-    pub(crate) fn mark(&mut self, id: NodeId, layer: Option<u32>, backward: bool) {
-        let node = &mut self.nodes[id.index()];
-        node.layer = layer;
-        node.backward = backward;
+    /// Marks a node as one of the backward pass; for graph rewrites.
+    pub(crate) fn mark_backward(&mut self, id: NodeId) {
+        if let Some(node) = self.nodes.get_mut(id.index()) {
+            node.backward = true;
+        }
     }
 
     /// The leaf of this name.

@@ -87,11 +87,525 @@ pub struct Plan {
     pub copies: usize,
 }
 
-/// Plans the computation of `outputs`.
+/// Bytes every value's storage is aligned to.
+const ALIGN: usize = 64;
+
+/// Plans the computation of `outputs` on one device.
+///
+/// Values that no output depends on are left out. Views are read in place where the device
+/// accepts the layout and are copied once otherwise; an output is always a dense value of its
+/// own. Gradient nodes run as soon as running them does not raise the memory in use.
 ///
 /// # Errors
-/// `Refusal` when the device has no kernel for a node.
+/// `Refusal` with [`Code::NoKernel`] for the first node, in graph order, that the device has no
+/// kernel for.
 pub fn plan(graph: &Graph, outputs: &[NodeId], device: &dyn Device) -> Result<Plan> {
-    let _ = (graph, outputs, device);
-    Err(Invalid::new("unplanned").into())
+    let live = live(graph, outputs)?;
+    let views = Views::resolve(graph, &live, outputs, device)?;
+    let order = schedule(graph, &live, &views, outputs);
+    lay_out(graph, &views, &order, outputs, device)
+}
+
+/// Which nodes the outputs depend on.
+fn live(graph: &Graph, outputs: &[NodeId]) -> Result<Vec<bool>> {
+    let mut live = vec![false; graph.len()];
+    for out in outputs {
+        match live.get_mut(out.index()) {
+            Some(flag) => *flag = true,
+            None => return Err(Invalid::new("an output is not of this graph").into()),
+        }
+    }
+    for id in graph.ids().rev() {
+        if flag(&live, id) {
+            for a in &graph.node(id).args {
+                if let Some(flag) = live.get_mut(a.index()) {
+                    *flag = true;
+                }
+            }
+        }
+    }
+    Ok(live)
+}
+
+fn flag(flags: &[bool], id: NodeId) -> bool {
+    flags.get(id.index()).copied().unwrap_or(false)
+}
+
+/// Where the elements of each node are: in which node's storage, and how.
+struct Views {
+    /// Per node: the node whose storage holds it, and its layout there.
+    at: Vec<(NodeId, Layout)>,
+    /// View nodes that get storage of their own, filled by a copy.
+    copied: Vec<bool>,
+}
+
+impl Views {
+    /// Asks the device about every node; copies the views it does not read in place.
+    fn resolve(
+        graph: &Graph,
+        live: &[bool],
+        outputs: &[NodeId],
+        device: &dyn Device,
+    ) -> Result<Views> {
+        let mut views = Views { at: Vec::new(), copied: vec![false; graph.len()] };
+        for &out in outputs {
+            let op = &graph.node(out).op;
+            if op.is_view() || matches!(op, Op::Leaf) {
+                views.copy(out);
+            }
+        }
+        // Each pass may mark more views as copied; every pass but the last marks at least one.
+        loop {
+            views.place(graph);
+            let mut changed = false;
+            for id in graph.ids().filter(|&id| flag(live, id)) {
+                let node = graph.node(id);
+                let stored = flag(&views.copied, id);
+                if !stored && (node.op.is_view() || matches!(node.op, Op::Leaf)) {
+                    continue;
+                }
+                let (op, args, out) = views.call(graph, id);
+                match device.supports(&Call { op, args: &args, out }) {
+                    Ok(_) => {}
+                    Err(Unsupported::Kernel(what)) => {
+                        return Err(no_kernel(graph, id, op, None, device, what));
+                    }
+                    Err(Unsupported::Layout(i)) => {
+                        let operand = node.args.get(i).copied();
+                        let view = operand.filter(|&a| {
+                            graph.node(a).op.is_view() && !flag(&views.copied, a) && !stored
+                        });
+                        match view {
+                            Some(a) => {
+                                views.copy(a);
+                                changed = true;
+                            }
+                            None => {
+                                let what = "a layout that no copy can mend".to_string();
+                                return Err(no_kernel(graph, id, op, Some(i), device, what));
+                            }
+                        }
+                    }
+                }
+            }
+            if !changed {
+                return Ok(views);
+            }
+        }
+    }
+
+    fn copy(&mut self, id: NodeId) {
+        if let Some(copied) = self.copied.get_mut(id.index()) {
+            *copied = true;
+        }
+    }
+
+    /// Recomputes where each node's elements are. A view that no layout can express makes its
+    /// source's view a copy, so the loop ends.
+    fn place(&mut self, graph: &Graph) {
+        loop {
+            self.at.clear();
+            let mut blocked = None;
+            for id in graph.ids() {
+                let node = graph.node(id);
+                let own = (id, Layout::contiguous(&node.shape));
+                let place = match node.args.first() {
+                    Some(&source) if node.op.is_view() && !flag(&self.copied, id) => {
+                        let (base, layout) = self.of(graph, source);
+                        match view(&node.op, &layout, &graph.node(source).shape) {
+                            Some(layout) => (base, layout),
+                            None => {
+                                blocked.get_or_insert(source);
+                                own
+                            }
+                        }
+                    }
+                    _ => own,
+                };
+                self.at.push(place);
+            }
+            match blocked {
+                Some(source) if !flag(&self.copied, source) => self.copy(source),
+                _ => return,
+            }
+        }
+    }
+
+    fn of(&self, graph: &Graph, id: NodeId) -> (NodeId, Layout) {
+        match self.at.get(id.index()) {
+            Some(&(base, layout)) => (base, layout),
+            None => (id, Layout::contiguous(&graph.node(id).shape)),
+        }
+    }
+
+    /// The source that a copied view or an output leaf reads, and how; else the operand itself.
+    fn operand(&self, graph: &Graph, id: NodeId, arg: NodeId) -> (NodeId, Layout) {
+        let (base, layout) = self.of(graph, arg);
+        let seen = view(&graph.node(id).op, &layout, &graph.node(arg).shape);
+        (base, seen.unwrap_or(layout))
+    }
+
+    /// What runs for a node: itself, or the copy of a view.
+    fn call<'g>(&self, graph: &'g Graph, id: NodeId) -> (&'g Op, Vec<Arg>, Arg) {
+        let node = graph.node(id);
+        let out = Arg::dense(node.dtype, node.shape);
+        if matches!(node.op, Op::Leaf) {
+            return (&Op::Copy, vec![out], out);
+        }
+        let is_copy = node.op.is_view();
+        let args = node.args.iter().map(|&a| {
+            let (base, layout) = self.operand(graph, id, a);
+            let source = graph.node(a);
+            let shape = if is_copy { node.shape } else { source.shape };
+            let resident =
+                matches!(graph.node(base).op, Op::Leaf) && matches!(source.dtype, DType::Block(_));
+            Arg { dtype: source.dtype, shape, layout, resident }
+        });
+        (if is_copy { &Op::Copy } else { &node.op }, args.collect(), out)
+    }
+
+    /// True when the node has storage in the arena.
+    fn stored(&self, graph: &Graph, id: NodeId) -> bool {
+        let op = &graph.node(id).op;
+        flag(&self.copied, id) || !(op.is_view() || matches!(op, Op::Leaf))
+    }
+
+    /// The nodes whose arena storage a node's step reads.
+    fn reads(&self, graph: &Graph, id: NodeId) -> Vec<NodeId> {
+        let mut bases: Vec<NodeId> = graph
+            .node(id)
+            .args
+            .iter()
+            .map(|&a| self.operand(graph, id, a).0)
+            .filter(|&b| self.stored(graph, b))
+            .collect();
+        bases.sort();
+        bases.dedup();
+        bases
+    }
+}
+
+/// The layout of a view of a value; `None` when strides cannot express it.
+fn view(op: &Op, layout: &Layout, shape: &Shape) -> Option<Layout> {
+    let stride = |i: usize| layout.strides.get(i).copied().unwrap_or(0);
+    let mut strides = [0; MAX_RANK];
+    let mut offset = layout.offset;
+    match op {
+        Op::Permute { perm } => {
+            for (to, &from) in strides.iter_mut().zip(perm) {
+                *to = stride(usize::from(from));
+            }
+        }
+        Op::Slice { dim, start, .. } => {
+            strides = layout.strides;
+            offset += start * stride(usize::from(*dim));
+        }
+        Op::Broadcast { shape: wide } => {
+            let lead = wide.rank() - shape.rank();
+            for (i, to) in strides.iter_mut().enumerate().take(wide.rank()).skip(lead) {
+                *to = if shape.dim(i - lead) == 1 { 0 } else { stride(i - lead) };
+            }
+        }
+        Op::Reshape { shape: to } => {
+            if layout.is_contiguous(shape) {
+                strides = to.strides();
+            } else {
+                // Match runs of dimensions with equal products; each run must be mergeable.
+                let (mut i, mut j) = (0, 0);
+                while i < shape.rank() || j < to.rank() {
+                    let (i0, j0) = (i, j);
+                    let (mut a, mut b) = (shape.dim(i), to.dim(j));
+                    i += 1;
+                    j += 1;
+                    while a != b {
+                        if a < b {
+                            if i >= shape.rank() {
+                                return None;
+                            }
+                            a *= shape.dim(i);
+                            i += 1;
+                        } else {
+                            if j >= to.rank() {
+                                return None;
+                            }
+                            b *= to.dim(j);
+                            j += 1;
+                        }
+                    }
+                    let run: Vec<usize> =
+                        (i0..i.min(shape.rank())).filter(|&d| shape.dim(d) != 1).collect();
+                    for pair in run.windows(2) {
+                        if let [outer, inner] = *pair
+                            && stride(outer) != stride(inner) * shape.dim(inner)
+                        {
+                            return None;
+                        }
+                    }
+                    let mut step = run.last().map_or(0, |&d| stride(d));
+                    for d in (j0..j.min(to.rank())).rev() {
+                        if let Some(s) = strides.get_mut(d) {
+                            *s = step;
+                        }
+                        step *= to.dim(d);
+                    }
+                }
+            }
+        }
+        _ => return None,
+    }
+    Some(Layout { offset, strides })
+}
+
+fn no_kernel(
+    graph: &Graph,
+    id: NodeId,
+    op: &Op,
+    operand: Option<usize>,
+    device: &dyn Device,
+    what: String,
+) -> Error {
+    let node = graph.node(id);
+    let operand = operand.and_then(|i| node.args.get(i)).map(|&a| {
+        let a = graph.node(a);
+        format!("`{}` ({} {})", a.name, a.dtype, a.shape)
+    });
+    Refusal {
+        code: Code::NoKernel,
+        op: op.name().into(),
+        node: node.name.to_string(),
+        operand,
+        device: Some(format!("{} ({})", device.name(), device.family())),
+        reason: format!("the device has no kernel for {what}"),
+    }
+    .into()
+}
+
+/// The order of steps: graph order, but a gradient node runs as soon as its operands are there
+/// if it frees at least as many bytes as it takes. So the loss of one slice of rows is
+/// differentiated before the logits of the next are computed.
+fn schedule(graph: &Graph, live: &[bool], views: &Views, outputs: &[NodeId]) -> Vec<NodeId> {
+    let n = graph.len();
+    let is_step = |id: NodeId| flag(live, id) && views.stored(graph, id);
+    let bytes = |id: NodeId| {
+        let node = graph.node(id);
+        node.shape.bytes(node.dtype).unwrap_or(0)
+    };
+    let mut reads: Vec<Vec<NodeId>> = vec![Vec::new(); n];
+    let mut readers: Vec<Vec<NodeId>> = vec![Vec::new(); n];
+    for id in graph.ids().filter(|&id| is_step(id)) {
+        let bases = views.reads(graph, id);
+        for b in &bases {
+            if let Some(list) = readers.get_mut(b.index()) {
+                list.push(id);
+            }
+        }
+        if let Some(list) = reads.get_mut(id.index()) {
+            *list = bases;
+        }
+    }
+    let list = |of: &Vec<Vec<NodeId>>, id: NodeId| of.get(id.index()).cloned().unwrap_or_default();
+    let mut waiting: Vec<usize> = readers.iter().map(Vec::len).collect();
+    for out in outputs {
+        if let Some(w) = waiting.get_mut(out.index()) {
+            *w += 1;
+        }
+    }
+    let mut done = vec![false; n];
+    let mut order = Vec::new();
+    let mut stack: Vec<NodeId> = Vec::new();
+    for id in graph.ids().filter(|&id| is_step(id)) {
+        if flag(&done, id) {
+            continue;
+        }
+        stack.push(id);
+        while let Some(id) = stack.pop() {
+            if flag(&done, id) {
+                continue;
+            }
+            if let Some(d) = done.get_mut(id.index()) {
+                *d = true;
+            }
+            order.push(id);
+            for b in list(&reads, id) {
+                if let Some(w) = waiting.get_mut(b.index()) {
+                    *w = w.saturating_sub(1);
+                }
+            }
+            // Readers of this value, and readers of operands that now have one reader left.
+            let mut candidates = list(&readers, id);
+            for b in list(&reads, id) {
+                candidates.extend(list(&readers, b));
+            }
+            candidates.sort();
+            candidates.dedup();
+            for c in candidates.into_iter().rev() {
+                let node = graph.node(c);
+                let bases = list(&reads, c);
+                if flag(&done, c)
+                    || !node.backward
+                    || recompute::is_recomputed(node)
+                    || !bases.iter().all(|&b| flag(&done, b))
+                {
+                    continue;
+                }
+                let last = |b: &&NodeId| waiting.get(b.index()).copied() == Some(1);
+                let freed: usize = bases.iter().filter(last).map(|&b| bytes(b)).sum();
+                if freed >= bytes(c) {
+                    stack.push(c);
+                }
+            }
+        }
+    }
+    order
+}
+
+/// A value's storage: which steps it must survive, and how many bytes.
+struct Life {
+    node: NodeId,
+    from: usize,
+    to: usize,
+    bytes: usize,
+}
+
+/// Gives every stored value a place: the largest first, each at the lowest offset where it
+/// overlaps nothing that lives at the same time.
+fn assign(lives: &mut [Life], n: usize) -> (Vec<usize>, usize) {
+    lives.sort_by(|a, b| b.bytes.cmp(&a.bytes).then(a.from.cmp(&b.from)).then(a.node.cmp(&b.node)));
+    let mut starts = vec![0; n];
+    let mut high = 0;
+    // Placed so far, by offset.
+    let mut placed: Vec<(usize, usize, usize, usize)> = Vec::with_capacity(lives.len());
+    for life in lives.iter() {
+        let mut at = 0;
+        for &(start, end, from, to) in &placed {
+            if from > life.to || to < life.from {
+                continue;
+            }
+            if start >= at + life.bytes {
+                break;
+            }
+            at = at.max(end.next_multiple_of(ALIGN));
+        }
+        if let Some(s) = starts.get_mut(life.node.index()) {
+            *s = at;
+        }
+        high = high.max(at + life.bytes);
+        let entry = (at, at + life.bytes, life.from, life.to);
+        let i = placed.partition_point(|p| p.0 <= at);
+        placed.insert(i, entry);
+    }
+    (starts, high)
+}
+
+fn lay_out(
+    graph: &Graph,
+    views: &Views,
+    order: &[NodeId],
+    outputs: &[NodeId],
+    device: &dyn Device,
+) -> Result<Plan> {
+    let n = graph.len();
+    let mut position = vec![0; n];
+    for (i, &id) in order.iter().enumerate() {
+        if let Some(p) = position.get_mut(id.index()) {
+            *p = i;
+        }
+    }
+    let mut last = position.clone();
+    for (i, &id) in order.iter().enumerate() {
+        for b in views.reads(graph, id) {
+            if let Some(l) = last.get_mut(b.index()) {
+                *l = (*l).max(i);
+            }
+        }
+    }
+    for out in outputs {
+        if let Some(l) = last.get_mut(out.index()) {
+            *l = order.len();
+        }
+    }
+    let get = |v: &[usize], id: NodeId| v.get(id.index()).copied().unwrap_or(0);
+    let bytes = |id: NodeId| {
+        let node = graph.node(id);
+        node.shape.bytes(node.dtype).unwrap_or(0)
+    };
+    let mut lives: Vec<Life> = order
+        .iter()
+        .map(|&node| Life {
+            node,
+            from: get(&position, node),
+            to: get(&last, node),
+            bytes: bytes(node),
+        })
+        .collect();
+    let (starts, arena_bytes) = assign(&mut lives, n);
+
+    let mut leaves: Vec<LeafSlot> = Vec::new();
+    let mut leaf_slot = vec![None; n];
+    let mut steps = Vec::with_capacity(order.len());
+    let (mut scratch_bytes, mut copies) = (0, 0);
+    for &id in order {
+        let node = graph.node(id);
+        let (op, args, out) = views.call(graph, id);
+        let needs = device
+            .supports(&Call { op, args: &args, out })
+            .map_err(|u| no_kernel(graph, id, op, None, device, format!("{u:?}")))?;
+        scratch_bytes = scratch_bytes.max(needs.scratch);
+        copies += usize::from(matches!(op, Op::Copy) && !matches!(node.op, Op::Copy));
+        let mut operands = Vec::with_capacity(args.len());
+        let sources: Vec<NodeId> =
+            if matches!(node.op, Op::Leaf) { vec![id] } else { node.args.clone() };
+        for (arg, source) in args.iter().zip(sources) {
+            let base = if source == id { id } else { views.operand(graph, id, source).0 };
+            let is_leaf = matches!(graph.node(base).op, Op::Leaf)
+                && (base == id || !views.stored(graph, base));
+            let place = if is_leaf {
+                let slot = match leaf_slot.get(base.index()).copied().flatten() {
+                    Some(slot) => slot,
+                    None => {
+                        let leaf = graph.node(base);
+                        leaves.push(LeafSlot {
+                            node: base,
+                            name: leaf.name.clone(),
+                            dtype: leaf.dtype,
+                            shape: leaf.shape,
+                        });
+                        let slot = leaves.len() - 1;
+                        if let Some(s) = leaf_slot.get_mut(base.index()) {
+                            *s = Some(slot);
+                        }
+                        slot
+                    }
+                };
+                Place::Leaf(slot)
+            } else {
+                Place::Arena { start: get(&starts, base), len: bytes(base) }
+            };
+            operands.push(Operand { place, arg: *arg });
+        }
+        steps.push(Step {
+            op: op.clone(),
+            node: id,
+            name: node.name.clone(),
+            args: operands,
+            out: Operand {
+                place: Place::Arena { start: get(&starts, id), len: bytes(id) },
+                arg: out,
+            },
+        });
+    }
+    let outputs = outputs
+        .iter()
+        .map(|&id| {
+            let node = graph.node(id);
+            let start = get(&starts, id);
+            OutputSlot {
+                node: id,
+                dtype: node.dtype,
+                shape: node.shape,
+                range: start..start + bytes(id),
+            }
+        })
+        .collect();
+    Ok(Plan { steps, leaves, outputs, arena_bytes, scratch_bytes, copies })
 }

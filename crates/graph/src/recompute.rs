@@ -1,4 +1,8 @@
-//! Recomputation.
+//! Recomputation: which forward values a training graph keeps for its backward pass, applied
+//! as a rewrite of the graph.
+
+use std::collections::HashMap;
+
 use crate::*;
 
 /// What a training graph keeps for its backward pass.
@@ -10,11 +14,107 @@ pub enum Recompute {
     PerLayer,
 }
 
-/// Rewrites.
+/// True for the copies of forward nodes that [`recompute`] makes: they must not run early.
+pub(crate) fn is_recomputed(node: &Node) -> bool {
+    node.name.ends_with(RECOMPUTED)
+}
+
+const RECOMPUTED: &str = " (recomputed)";
+
+/// The graph under a policy, and the same outputs in it. The values, bit for bit, are the
+/// same: a recomputed node is the same op on the same operands.
 ///
 /// # Errors
-/// `Invalid`.
-pub fn recompute(graph: &Graph, outputs: &[NodeId], policy: Recompute) -> Result<(Graph, Vec<NodeId>)> {
-    let _ = policy;
-    Ok((graph.clone(), outputs.to_vec()))
+/// `Invalid` when an output is not of this graph.
+pub fn recompute(
+    graph: &Graph,
+    outputs: &[NodeId],
+    policy: Recompute,
+) -> Result<(Graph, Vec<NodeId>)> {
+    if policy == Recompute::None {
+        return Ok((graph.clone(), outputs.to_vec()));
+    }
+    // A forward value is kept when it belongs to no layer or another layer's forward pass
+    // reads it.
+    let mut kept: Vec<bool> =
+        graph.ids().map(|id| graph.node(id).layer.is_none() || graph.node(id).backward).collect();
+    for id in graph.ids() {
+        let node = graph.node(id);
+        for &a in node.args.iter().filter(|_| !node.backward) {
+            if graph.node(a).layer != node.layer
+                && let Some(k) = kept.get_mut(a.index())
+            {
+                *k = true;
+            }
+        }
+    }
+    for out in outputs {
+        if let Some(k) = kept.get_mut(out.index()) {
+            *k = true;
+        }
+    }
+    let kept = |id: NodeId| kept.get(id.index()).copied().unwrap_or(true);
+
+    let mut to = Graph::new();
+    let mut moved: HashMap<NodeId, NodeId> = HashMap::new();
+    let mut again: HashMap<NodeId, NodeId> = HashMap::new();
+    for id in graph.ids() {
+        let node = graph.node(id);
+        if node.backward {
+            // Clone the forward values it reads, operands first.
+            let mut stack: Vec<NodeId> = node.args.iter().copied().filter(|&a| !kept(a)).collect();
+            while let Some(&f) = stack.last() {
+                if again.contains_key(&f) {
+                    stack.pop();
+                    continue;
+                }
+                let forward = graph.node(f);
+                let missing: Vec<NodeId> = forward
+                    .args
+                    .iter()
+                    .copied()
+                    .filter(|a| !kept(*a) && !again.contains_key(a))
+                    .collect();
+                if !missing.is_empty() {
+                    stack.extend(missing);
+                    continue;
+                }
+                let name = format!("{}{RECOMPUTED}", forward.name);
+                let args = rename(&forward.args, |a| if kept(a) { &moved } else { &again })?;
+                to.set_layer(forward.layer);
+                let copy = to.push_fresh(forward.op.clone(), &args, &name)?;
+                to.mark_backward(copy);
+                again.insert(f, copy);
+                stack.pop();
+            }
+        }
+        let new = if matches!(node.op, Op::Leaf) {
+            to.leaf_like(node)?
+        } else {
+            let args =
+                rename(&node.args, |a| if node.backward && !kept(a) { &again } else { &moved })?;
+            to.set_layer(node.layer);
+            let new = to.push_fresh(node.op.clone(), &args, &node.name)?;
+            if node.backward {
+                to.mark_backward(new);
+            }
+            new
+        };
+        moved.insert(id, new);
+    }
+    to.set_layer(None);
+    let outputs = rename(outputs, |_| &moved)?;
+    Ok((to, outputs))
+}
+
+fn rename<'m>(
+    ids: &[NodeId],
+    of: impl Fn(NodeId) -> &'m HashMap<NodeId, NodeId>,
+) -> std::result::Result<Vec<NodeId>, Invalid> {
+    ids.iter()
+        .map(|&id| {
+            let new = of(id).get(&id).copied();
+            new.ok_or_else(|| Invalid::new(format!("node {} is not of this graph", id.index())))
+        })
+        .collect()
 }

@@ -149,11 +149,7 @@ impl Layout {
     /// True when elements lie densely in row-major order (dimensions of size 1 do not count).
     pub fn is_contiguous(&self, shape: &Shape) -> bool {
         let dense = shape.strides();
-        self.strides
-            .iter()
-            .zip(&dense)
-            .zip(shape.dims())
-            .all(|((a, b), &d)| d <= 1 || a == b)
+        self.strides.iter().zip(&dense).zip(shape.dims()).all(|((a, b), &d)| d <= 1 || a == b)
     }
 
     /// The stride between rows when the tensor can be read as `rows x cols` with a contiguous

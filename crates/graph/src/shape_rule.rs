@@ -98,9 +98,10 @@ fn attention(
     let mut page = None;
     for (i, &(dtype, shape)) in prefix.iter().enumerate() {
         if i + 1 == prefix.len() {
-            want(dtype == DType::I32 && shape.rank() == 2 && shape.dim(0) == seqs.1.dim(0), || {
-                format!("table must be i32 [{}, M], is {dtype} {shape}", seqs.1.dim(0))
-            })?;
+            want(
+                dtype == DType::I32 && shape.rank() == 2 && shape.dim(0) == seqs.1.dim(0),
+                || format!("table must be i32 [{}, M], is {dtype} {shape}", seqs.1.dim(0)),
+            )?;
             continue;
         }
         let width = match (i, v) {
@@ -160,9 +161,8 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             let [x] = operands(args)?;
             let x = x.1;
             want(usize::from(*dims) < 1 << x.rank(), || "sums a dimension it has not".into())?;
-            let out: Vec<usize> = (0..x.rank())
-                .map(|i| if dims >> i & 1 == 1 { 1 } else { x.dim(i) })
-                .collect();
+            let out: Vec<usize> =
+                (0..x.rank()).map(|i| if dims >> i & 1 == 1 { 1 } else { x.dim(i) }).collect();
             Ok((f, fit(&out)?))
         }
         Op::Broadcast { shape } => {
