@@ -29,7 +29,7 @@ pub use device::{
 pub use dtype::DType;
 pub use error::{Code, Error, Fault, Invalid, Kind, Refusal, Result};
 pub use grad::{Backward, vjp};
-pub use node::{Graph, Node, NodeId};
+pub use node::{Graph, Node, NodeId, Pass};
 pub use op::*;
 pub use plan::{LeafSlot, Operand, OutputSlot, Place, Plan, Step, plan};
 pub use recompute::{Recompute, recompute};

@@ -17,6 +17,17 @@ impl NodeId {
     }
 }
 
+/// What a node is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Pass {
+    /// Leaves and the model itself.
+    Forward,
+    /// Gradient nodes, made by [`vjp`](crate::vjp).
+    Backward,
+    /// Copies of forward nodes, made by [`recompute`](crate::recompute()).
+    Again,
+}
+
 /// One value of a graph and how it is computed.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Node {
@@ -32,8 +43,8 @@ pub struct Node {
     pub name: Arc<str>,
     /// The layer (block) it belongs to, if any; recomputation keeps what crosses layers.
     pub layer: Option<u32>,
-    /// True for gradient nodes.
-    pub backward: bool,
+    /// What it is for.
+    pub pass: Pass,
     /// True for leaves that are bound to what [`Device::load`](crate::Device::load) returned.
     pub resident: bool,
 }
@@ -113,7 +124,7 @@ impl Graph {
             dtype,
             name: name.clone(),
             layer: None,
-            backward: false,
+            pass: Pass::Forward,
             resident,
         })?;
         self.leaves.insert(name, id);
@@ -173,7 +184,7 @@ impl Graph {
             dtype,
             name,
             layer: self.layer,
-            backward: self.origin.is_some(),
+            pass: if self.origin.is_some() { Pass::Backward } else { Pass::Forward },
             resident: false,
         })
     }
@@ -208,10 +219,10 @@ impl Graph {
         &self.nodes[id.index()]
     }
 
-    /// Marks a node as one of the backward pass; for graph rewrites.
-    pub(crate) fn mark_backward(&mut self, id: NodeId) {
+    /// Sets what a node is for; for graph rewrites.
+    pub(crate) fn set_pass(&mut self, id: NodeId, pass: Pass) {
         if let Some(node) = self.nodes.get_mut(id.index()) {
-            node.backward = true;
+            node.pass = pass;
         }
     }
 

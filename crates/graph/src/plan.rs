@@ -442,8 +442,7 @@ fn schedule(graph: &Graph, live: &[bool], views: &Views, outputs: &[NodeId]) -> 
                 let node = graph.node(c);
                 let bases = list(&reads, c);
                 if flag(&done, c)
-                    || !node.backward
-                    || recompute::is_recomputed(node)
+                    || node.pass != Pass::Backward
                     || !bases.iter().all(|&b| flag(&done, b))
                 {
                     continue;

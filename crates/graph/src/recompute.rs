@@ -14,13 +14,6 @@ pub enum Recompute {
     PerLayer,
 }
 
-/// True for the copies of forward nodes that [`recompute`] makes: they must not run early.
-pub(crate) fn is_recomputed(node: &Node) -> bool {
-    node.name.ends_with(RECOMPUTED)
-}
-
-const RECOMPUTED: &str = " (recomputed)";
-
 /// The graph under a policy, and the same outputs in it. The values, bit for bit, are the
 /// same: a recomputed node is the same op on the same operands.
 ///
@@ -36,11 +29,13 @@ pub fn recompute(
     }
     // A forward value is kept when it belongs to no layer or another layer's forward pass
     // reads it.
-    let mut kept: Vec<bool> =
-        graph.ids().map(|id| graph.node(id).layer.is_none() || graph.node(id).backward).collect();
+    let mut kept: Vec<bool> = graph
+        .ids()
+        .map(|id| graph.node(id).layer.is_none() || graph.node(id).pass == Pass::Backward)
+        .collect();
     for id in graph.ids() {
         let node = graph.node(id);
-        for &a in node.args.iter().filter(|_| !node.backward) {
+        for &a in node.args.iter().filter(|_| node.pass != Pass::Backward) {
             if graph.node(a).layer != node.layer
                 && let Some(k) = kept.get_mut(a.index())
             {
@@ -60,7 +55,7 @@ pub fn recompute(
     let mut again: HashMap<NodeId, NodeId> = HashMap::new();
     for id in graph.ids() {
         let node = graph.node(id);
-        if node.backward {
+        if node.pass == Pass::Backward {
             // Clone the forward values it reads, operands first.
             let mut stack: Vec<NodeId> = node.args.iter().copied().filter(|&a| !kept(a)).collect();
             while let Some(&f) = stack.last() {
@@ -79,11 +74,10 @@ pub fn recompute(
                     stack.extend(missing);
                     continue;
                 }
-                let name = format!("{}{RECOMPUTED}", forward.name);
                 let args = rename(&forward.args, |a| if kept(a) { &moved } else { &again })?;
                 to.set_layer(forward.layer);
-                let copy = to.push_fresh(forward.op.clone(), &args, &name)?;
-                to.mark_backward(copy);
+                let copy = to.push_fresh(forward.op.clone(), &args, &forward.name)?;
+                to.set_pass(copy, Pass::Again);
                 again.insert(f, copy);
                 stack.pop();
             }
@@ -91,13 +85,12 @@ pub fn recompute(
         let new = if matches!(node.op, Op::Leaf) {
             to.leaf_like(node)?
         } else {
-            let args =
-                rename(&node.args, |a| if node.backward && !kept(a) { &again } else { &moved })?;
+            let args = rename(&node.args, |a| {
+                if node.pass == Pass::Backward && !kept(a) { &again } else { &moved }
+            })?;
             to.set_layer(node.layer);
             let new = to.push_fresh(node.op.clone(), &args, &node.name)?;
-            if node.backward {
-                to.mark_backward(new);
-            }
+            to.set_pass(new, node.pass);
             new
         };
         moved.insert(id, new);
