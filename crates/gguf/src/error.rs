@@ -6,7 +6,7 @@ use std::fmt;
 ///
 /// Displayed as one line: the file (where there is one), the key or tensor, what was expected
 /// and found, and what to do. Names that come from the file are shown with control characters
-/// escaped and cut at 96 characters.
+/// escaped and cut at 96 characters; the path is shown whole.
 #[derive(Debug)]
 pub struct Error {
     file: Option<Box<str>>,
@@ -15,7 +15,7 @@ pub struct Error {
 
 impl Error {
     pub(crate) fn new(file: &str, kind: ErrorKind) -> Self {
-        Self { file: Some(shown(file).into()), kind: Box::new(kind) }
+        Self { file: Some(escaped(file, usize::MAX).into()), kind: Box::new(kind) }
     }
 
     /// The file, as it is displayed; `None` for errors about bytes that belong to no file.
@@ -30,7 +30,7 @@ impl Error {
 
     /// The same error, said about `file`.
     pub(crate) fn in_file(self, file: &str) -> Self {
-        Self { file: Some(shown(file).into()), kind: self.kind }
+        Self { file: Some(escaped(file, usize::MAX).into()), kind: self.kind }
     }
 }
 
@@ -318,8 +318,14 @@ pub enum ErrorKind {
         /// The ending that names of first parts have.
         suffix: String,
     },
-    /// A part of a split file that is not there.
-    #[error("part {part} of {count} is missing: {source}; download all parts into one folder")]
+    /// A part of a split file without a path, so that the others cannot be found.
+    #[error("is one of {count} parts of a split model; expected a whole one; open it by its path")]
+    SplitInMemory {
+        /// How many parts there are.
+        count: u64,
+    },
+    /// A part of a split file that is not there or cannot be opened.
+    #[error("part {part} of {count} cannot be opened: {source}; put all parts into one folder")]
     MissingPart {
         /// The part, from 1.
         part: u64,
@@ -408,10 +414,13 @@ pub enum ErrorKind {
 
 /// A name from a file as it may be printed: control characters escaped, cut at 96 characters.
 pub(crate) fn shown(name: &str) -> String {
-    const LIMIT: usize = 96;
+    escaped(name, 96)
+}
+
+fn escaped(name: &str, limit: usize) -> String {
     let mut out = String::new();
     for (i, c) in name.chars().enumerate() {
-        if i == LIMIT {
+        if i == limit {
             out.push('…');
             break;
         }
@@ -423,4 +432,13 @@ pub(crate) fn shown(name: &str) -> String {
         }
     }
     out
+}
+
+/// The same for a `Display` that may not be needed: nothing is allocated before it is.
+pub(crate) struct Shown<'a>(pub(crate) &'a str);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&shown(self.0))
+    }
 }

@@ -1,5 +1,6 @@
 //! An open model: one file, or all parts of a split one.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,6 @@ use crate::parse::{Parsed, parse, sorted_unique};
 use crate::tensor::{Tensor, TensorInfo};
 
 /// The bytes of one file.
-#[derive(Debug)]
 enum Bytes {
     Map(memmap2::Mmap),
     Owned(Arc<[u8]>),
@@ -31,7 +31,6 @@ impl Deref for Bytes {
 /// An open GGUF model: its metadata, its tensors and their bytes.
 ///
 /// The bytes are those of a memory map (see [`Gguf::open`]). Dropping it drops the map.
-#[derive(Debug)]
 pub struct Gguf {
     path: PathBuf,
     parts: Vec<Bytes>,
@@ -130,8 +129,7 @@ impl Gguf {
         let parsed = parse(&name, &bytes, 0)?;
         let count = parsed.metadata.opt_u64("split.count")?.unwrap_or(1);
         if count > 1 {
-            let suffix = suffix(1, count);
-            return Err(Error::new(&name, ErrorKind::SplitName { count, suffix }));
+            return Err(Error::new(&name, ErrorKind::SplitInMemory { count }));
         }
         Self::new(path.to_owned(), vec![Bytes::Owned(bytes)], parsed.metadata, parsed.tensors)
     }
@@ -203,6 +201,18 @@ impl Gguf {
         let part: &[u8] = self.parts.get(info.part).map_or(&[], |part| part);
         let bytes = part.get(info.start..info.start + info.len).unwrap_or_default();
         Tensor { info, bytes }
+    }
+}
+
+/// In brief: the bytes and the vocabulary would drown everything else.
+impl fmt::Debug for Gguf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gguf")
+            .field("path", &self.path)
+            .field("parts", &self.parts.len())
+            .field("keys", &self.metadata.len())
+            .field("tensors", &self.tensors.len())
+            .finish()
     }
 }
 

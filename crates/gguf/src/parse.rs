@@ -2,7 +2,7 @@
 
 use crate::DEFAULT_ALIGNMENT;
 use crate::cursor::Cursor;
-use crate::error::{Error, ErrorKind, shown};
+use crate::error::{Error, ErrorKind, Shown, shown};
 use crate::metadata::Metadata;
 use crate::tensor::{self, TensorInfo, TensorType};
 use crate::value::{ARRAY, Array, Value};
@@ -75,7 +75,7 @@ fn entries(cursor: &mut Cursor<'_>) -> Result<(u64, Vec<(String, Value)>), Error
     let mut entries = Vec::with_capacity(n_entries);
     for i in 0..n_entries {
         let key = cursor.string(format_args!("key {i}"))?;
-        let ty = cursor.u32(format_args!("the type of key `{}`", shown(key)))?;
+        let ty = cursor.u32(format_args!("the type of key `{}`", Shown(key)))?;
         entries.push((key.to_owned(), value(cursor, key, ty)?));
     }
     Ok((n_tensors, entries))
@@ -102,15 +102,6 @@ macro_rules! scalars {
         let (elements, _) = bytes.as_chunks::<{ size_of::<$ty>() }>();
         elements.iter().map(|&le| <$ty>::from_le_bytes(le)).collect()
     }};
-}
-
-/// Delays [`shown`] until the text is needed.
-struct Shown<'a>(&'a str);
-
-impl std::fmt::Display for Shown<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&shown(self.0))
-    }
 }
 
 fn boolean(key: &str, byte: u8) -> Result<bool, ErrorKind> {
@@ -280,3 +271,7 @@ pub(crate) fn sorted_unique<T>(items: &[T], name: impl Fn(&T) -> &str) -> Result
     }
     Ok(sorted)
 }
+
+#[cfg(test)]
+#[path = "parse_tests.rs"]
+mod tests;
