@@ -1,0 +1,372 @@
+//! Sixteen virtual lanes of f32 on every kernel family, and how a kernel is instantiated for one.
+//!
+//! A kernel is written once, generic over [`Simd`], as `#[inline(always)]` code of a [`Task`];
+//! [`Isa::run`] calls it behind a function that has the family's target features. Whatever a
+//! task calls must itself be `#[inline(always)]` or small enough to be inlined: a function that
+//! is not inlined is compiled without the features.
+//!
+//! Families may differ in bits (the portable one has no fused multiply-add), one family never
+//! does: every vector op is lane by lane, and sums over lanes are one fixed tree.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+#[cfg(test)]
+mod tests;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+pub(crate) use portable::Portable;
+
+/// Lanes of every vector, whatever the family.
+pub(crate) const LANES: usize = 16;
+
+/// A set of kernels that share their arithmetic.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Family {
+    /// Plain Rust, for any processor.
+    Portable,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, VL, DQ and VNNI.
+    Avx512,
+}
+
+impl Family {
+    /// Every family, slowest first.
+    pub const ALL: [Family; 3] = [Family::Portable, Family::Avx2, Family::Avx512];
+
+    /// The name checkpoints and reports carry.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Portable => "portable",
+            Family::Avx2 => "avx2",
+            Family::Avx512 => "avx512-vnni",
+        }
+    }
+
+    /// The value of `GRADUS_CPU` that asks for it.
+    pub fn key(self) -> &'static str {
+        match self {
+            Family::Avx512 => "avx512",
+            other => other.name(),
+        }
+    }
+
+    /// True when this processor runs it.
+    pub fn is_available(self) -> bool {
+        Isa::of(self).is_some()
+    }
+}
+
+/// The family a device runs, with the proof that the processor has its instructions.
+#[derive(Copy, Clone)]
+pub(crate) enum Isa {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+}
+
+impl Isa {
+    /// The widest family of this processor.
+    pub(crate) fn detect() -> Isa {
+        let widest = Family::ALL.into_iter().rev().find_map(Isa::of);
+        widest.unwrap_or(Isa::Portable(Portable))
+    }
+
+    /// A given family, if the processor has it.
+    pub(crate) fn of(family: Family) -> Option<Isa> {
+        match family {
+            Family::Portable => Some(Isa::Portable(Portable)),
+            #[cfg(target_arch = "x86_64")]
+            Family::Avx2 => Avx2::detect().map(Isa::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Family::Avx512 => Avx512::detect().map(Isa::Avx512),
+            #[cfg(not(target_arch = "x86_64"))]
+            Family::Avx2 | Family::Avx512 => None,
+        }
+    }
+
+    pub(crate) fn family(self) -> Family {
+        match self {
+            Isa::Portable(_) => Family::Portable,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(_) => Family::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512(_) => Family::Avx512,
+        }
+    }
+
+    /// Runs a task compiled for this family.
+    pub(crate) fn run<T: Task>(self, task: T) -> T::Out {
+        match self {
+            Isa::Portable(simd) => task.run(simd),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: an `Avx2` exists only where the processor has these features.
+            Isa::Avx2(simd) => unsafe { with_avx2(simd, task) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: an `Avx512` exists only where the processor has these features.
+            Isa::Avx512(simd) => unsafe { with_avx512(simd, task) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn with_avx2<T: Task>(simd: Avx2, task: T) -> T::Out {
+    task.run(simd)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn with_avx512<T: Task>(simd: Avx512, task: T) -> T::Out {
+    task.run(simd)
+}
+
+/// Work that is compiled once per family. `run` must be `#[inline(always)]`.
+pub(crate) trait Task {
+    /// What it gives back.
+    type Out;
+    /// Does the work.
+    fn run<S: Simd>(self, simd: S) -> Self::Out;
+}
+
+/// One family's vectors of [`LANES`] lanes. A value of an implementing type is the proof that
+/// the processor has the instructions.
+///
+/// Loads and stores need no alignment. The `_first` variants touch only the first `n` elements
+/// (all 16 when `n` is larger); lanes beyond are zero after a load.
+///
+/// # Safety
+/// The pointers given to loads and stores must be valid for the elements they touch.
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// 16 floats.
+    type F32: Copy;
+    /// 16 integers; arithmetic wraps.
+    type I32: Copy;
+    /// 16 truth values.
+    type Mask: Copy;
+
+    /// How many rows of two vectors each a register-blocked kernel accumulates at once.
+    const ROWS: usize;
+
+    fn splat(self, x: f32) -> Self::F32;
+    unsafe fn load(self, from: *const f32) -> Self::F32;
+    unsafe fn load_first(self, from: *const f32, n: usize) -> Self::F32;
+    unsafe fn store(self, to: *mut f32, v: Self::F32);
+    unsafe fn store_first(self, to: *mut f32, v: Self::F32, n: usize);
+    /// IEEE binary16 bits to f32.
+    unsafe fn load_f16(self, from: *const u16) -> Self::F32;
+    unsafe fn load_f16_first(self, from: *const u16, n: usize) -> Self::F32;
+    /// Rounds to nearest even.
+    unsafe fn store_f16(self, to: *mut u16, v: Self::F32);
+    unsafe fn store_f16_first(self, to: *mut u16, v: Self::F32, n: usize);
+    /// bfloat16 bits to f32.
+    unsafe fn load_bf16(self, from: *const u16) -> Self::F32;
+    unsafe fn load_bf16_first(self, from: *const u16, n: usize) -> Self::F32;
+    /// The low 16 bits of each lane.
+    unsafe fn store_u16(self, to: *mut u16, v: Self::I32);
+    unsafe fn store_u16_first(self, to: *mut u16, v: Self::I32, n: usize);
+    /// Signed bytes, widened.
+    unsafe fn load_i8(self, from: *const i8) -> Self::I32;
+    /// Signed bytes, saturated.
+    unsafe fn store_i8(self, to: *mut i8, v: Self::I32);
+
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a * b + c`; the portable family rounds the product.
+    fn fma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `c - a * b`; the portable family rounds the product.
+    fn fnma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `a < b ? a : b`: `b` when either is NaN.
+    fn min(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a > b ? a : b`: `b` when either is NaN.
+    fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn sqrt(self, a: Self::F32) -> Self::F32;
+    /// To the nearest integer, ties to even; the sign of a zero result is not kept.
+    fn round_half_even(self, a: Self::F32) -> Self::F32;
+    fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask;
+    fn eq(self, a: Self::F32, b: Self::F32) -> Self::Mask;
+    /// `yes` where the mask is set.
+    fn select(self, mask: Self::Mask, yes: Self::F32, no: Self::F32) -> Self::F32;
+    /// The first `n` lanes.
+    fn first(self, n: usize) -> Self::Mask;
+    /// `a` and not `b`.
+    fn and_not(self, a: Self::Mask, b: Self::Mask) -> Self::Mask;
+
+    fn bits(self, a: Self::F32) -> Self::I32;
+    fn from_bits(self, a: Self::I32) -> Self::F32;
+    /// The nearest integer, for |a| < 2^22; anything else gives some integer.
+    fn to_i32(self, a: Self::F32) -> Self::I32;
+    fn to_f32(self, a: Self::I32) -> Self::F32;
+    fn i32_splat(self, x: i32) -> Self::I32;
+    fn i32_add(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn i32_sub(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn i32_and(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn i32_or(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn i32_max(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    /// `a << N`
+    fn i32_shl<const N: u32>(self, a: Self::I32) -> Self::I32;
+    /// `a >> N`, arithmetic.
+    fn i32_shr<const N: u32>(self, a: Self::I32) -> Self::I32;
+    fn i32_gt(self, a: Self::I32, b: Self::I32) -> Self::Mask;
+    fn i32_select(self, mask: Self::Mask, yes: Self::I32, no: Self::I32) -> Self::I32;
+
+    /// Lane `i + 8` is added to lane `i`, then `i + 4`, `i + 2`, `i + 1`.
+    fn reduce_sum(self, a: Self::F32) -> f32;
+    /// The same tree with [`Simd::max`].
+    fn reduce_max(self, a: Self::F32) -> f32;
+    fn i32_reduce_sum(self, a: Self::I32) -> i32;
+    fn i32_reduce_max(self, a: Self::I32) -> i32;
+    /// Transposes a 16 x 16 matrix of rows.
+    fn transpose(self, rows: &mut [Self::F32; LANES]);
+
+    #[inline(always)]
+    fn zero(self) -> Self::F32 {
+        self.splat(0.0)
+    }
+
+    #[inline(always)]
+    fn neg(self, a: Self::F32) -> Self::F32 {
+        // Not `0 - a`: that gives +0 for +0.
+        let flipped = self.i32_sub(self.bits(a), self.i32_splat(i32::MIN));
+        self.from_bits(flipped)
+    }
+
+    #[inline(always)]
+    fn abs(self, a: Self::F32) -> Self::F32 {
+        self.from_bits(self.i32_and(self.bits(a), self.i32_splat(i32::MAX)))
+    }
+
+    /// The magnitude of `a` with the sign of `sign`.
+    #[inline(always)]
+    fn copysign(self, a: Self::F32, sign: Self::F32) -> Self::F32 {
+        let magnitude = self.i32_and(self.bits(a), self.i32_splat(i32::MAX));
+        let sign = self.i32_and(self.bits(sign), self.i32_splat(i32::MIN));
+        self.from_bits(self.i32_or(magnitude, sign))
+    }
+
+    /// bfloat16 bits in the low half of each lane, rounded to nearest even; NaN stays NaN.
+    #[inline(always)]
+    fn to_bf16_bits(self, a: Self::F32) -> Self::I32 {
+        let bits = self.bits(a);
+        let odd = self.i32_and(self.i32_shr::<16>(bits), self.i32_splat(1));
+        let rounded = self.i32_add(bits, self.i32_add(odd, self.i32_splat(0x7fff)));
+        let quiet = self.i32_or(bits, self.i32_splat(0x0040_0000));
+        let magnitude = self.i32_and(bits, self.i32_splat(i32::MAX));
+        let nan = self.i32_gt(magnitude, self.i32_splat(0x7f80_0000));
+        let chosen = self.i32_select(nan, quiet, rounded);
+        self.i32_and(self.i32_shr::<16>(chosen), self.i32_splat(0xffff))
+    }
+
+    /// `e^a`, within about 1 ulp: 0 at -inf, inf above 88.73, NaN at NaN, subnormal results
+    /// kept. Range reduction by `n ln 2` and the degree-6 polynomial of Cephes' `expf`.
+    #[inline(always)]
+    fn exp(self, a: Self::F32) -> Self::F32 {
+        // The bounds come first: `min` and `max` give their second operand at NaN.
+        let x = self.min(self.splat(89.0), self.max(self.splat(-104.0), a));
+        let n = self.round_half_even(self.mul(x, self.splat(std::f32::consts::LOG2_E)));
+        // ln 2 in two parts, the first of 9 bits, so that the product is exact without FMA.
+        let r = self.fnma(n, self.splat(0.693_359_4), x);
+        let r = self.fnma(n, self.splat(-2.121_944_4e-4), r);
+        let mut p = self.splat(1.987_569_1e-4);
+        p = self.fma(p, r, self.splat(1.398_199_9e-3));
+        p = self.fma(p, r, self.splat(8.333_452e-3));
+        p = self.fma(p, r, self.splat(4.166_579_6e-2));
+        p = self.fma(p, r, self.splat(1.666_666_5e-1));
+        p = self.fma(p, r, self.splat(5.000_000_1e-1));
+        let e = self.add(self.fma(p, self.mul(r, r), r), self.splat(1.0));
+        // 2^n in two factors: n reaches -150 and 128, where 2^n is no normal number.
+        let n = self.to_i32(n);
+        let half = self.i32_shr::<1>(n);
+        let low = self.exp2_int(half);
+        let high = self.exp2_int(self.i32_sub(n, half));
+        self.mul(self.mul(e, low), high)
+    }
+
+    /// `2^n` for `n` in -126 ..= 127.
+    #[inline(always)]
+    fn exp2_int(self, n: Self::I32) -> Self::F32 {
+        self.from_bits(self.i32_shl::<23>(self.i32_add(n, self.i32_splat(127))))
+    }
+
+    /// Natural logarithm within about 1 ulp: -inf at 0, NaN below. The polynomial of FreeBSD's
+    /// `e_logf.c`.
+    #[inline(always)]
+    fn log(self, a: Self::F32) -> Self::F32 {
+        let tiny = self.lt(a, self.splat(f32::MIN_POSITIVE));
+        let x = self.select(tiny, self.mul(a, self.splat(33_554_432.0)), a); // 2^25
+        let shift = self.select(tiny, self.splat(25.0), self.zero());
+        // x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt 2).
+        let root = self.i32_splat(0x3f35_04f3);
+        let bits = self.i32_sub(self.bits(x), root);
+        let k = self.sub(self.to_f32(self.i32_shr::<23>(bits)), shift);
+        let mantissa = self.i32_and(bits, self.i32_splat(0x007f_ffff));
+        let f = self.sub(self.from_bits(self.i32_add(mantissa, root)), self.splat(1.0));
+        let s = self.div(f, self.add(self.splat(2.0), f));
+        let z = self.mul(s, s);
+        let w = self.mul(z, z);
+        let even = self.mul(w, self.fma(w, self.splat(0.242_790_79), self.splat(0.400_009_72)));
+        let odd = self.mul(z, self.fma(w, self.splat(0.284_987_87), self.splat(0.666_666_6)));
+        let half_square = self.mul(self.splat(0.5), self.mul(f, f));
+        let tail = self.mul(s, self.add(half_square, self.add(even, odd)));
+        let tail = self.fma(k, self.splat(9.058_000_6e-6), tail);
+        let value = self.add(self.sub(tail, half_square), f);
+        let value = self.fma(k, self.splat(6.931_381_2e-1), value);
+        // Specials: 0, below 0, and inf or NaN as they are.
+        let value = self.select(self.eq(a, self.zero()), self.splat(f32::NEG_INFINITY), value);
+        let value = self.select(self.lt(a, self.zero()), self.splat(f32::NAN), value);
+        let finite = self.lt(a, self.splat(f32::INFINITY));
+        self.select(finite, value, a)
+    }
+
+    /// Hyperbolic tangent within about 2 ulp: an odd polynomial (Cephes' `tanhf`) where
+    /// `|a| < 0.625`, else `1 - 2 / (e^(2|a|) + 1)`.
+    #[inline(always)]
+    fn tanh(self, a: Self::F32) -> Self::F32 {
+        let z = self.mul(a, a);
+        let mut p = self.splat(-5.704_988_7e-3);
+        p = self.fma(p, z, self.splat(2.063_908_8e-2));
+        p = self.fma(p, z, self.splat(-5.373_971_6e-2));
+        p = self.fma(p, z, self.splat(1.333_144_2e-1));
+        p = self.fma(p, z, self.splat(-3.333_328_2e-1));
+        let near = self.fma(self.mul(p, z), a, a);
+        let x = self.abs(a);
+        let e = self.exp(self.add(x, x));
+        let one = self.splat(1.0);
+        let far = self.sub(one, self.div(self.splat(2.0), self.add(e, one)));
+        self.select(self.lt(x, self.splat(0.625)), near, self.copysign(far, a))
+    }
+
+    /// `1 / (1 + e^-a)`, accurate in both tails.
+    #[inline(always)]
+    fn sigmoid(self, a: Self::F32) -> Self::F32 {
+        let e = self.exp(self.neg(self.abs(a)));
+        let one = self.splat(1.0);
+        let numerator = self.select(self.lt(a, self.zero()), e, one);
+        self.div(numerator, self.add(one, e))
+    }
+
+    /// To the nearest integer, ties away from zero, for |a| < 2^22.
+    #[inline(always)]
+    fn round_half_away(self, a: Self::F32) -> Self::F32 {
+        let even = self.round_half_even(a);
+        let half = self.splat(0.5);
+        let tie = self.eq(self.abs(self.sub(a, even)), half);
+        self.select(tie, self.add(a, self.copysign(half, a)), even)
+    }
+
+    /// Lanes `from .. to`.
+    #[inline(always)]
+    fn between(self, from: usize, to: usize) -> Self::Mask {
+        self.and_not(self.first(to), self.first(from))
+    }
+}
