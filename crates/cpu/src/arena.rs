@@ -1,0 +1,167 @@
+//! Memory of exactly the bytes a plan asks for, aligned to cache lines.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use graph::{Arena, Code, Fault};
+
+/// Alignment of an arena and of every value in it.
+pub(crate) const ALIGN: usize = 64;
+
+/// The smallest page: touching one byte in each makes an allocation real.
+const PAGE: usize = 4096;
+
+/// Zeroed memory aligned to [`ALIGN`], freed when dropped.
+pub(crate) struct Memory {
+    start: NonNull<u8>,
+    layout: Option<Layout>,
+    bytes: usize,
+}
+
+// SAFETY: it owns its memory, like a `Box<[u8]>`.
+unsafe impl Send for Memory {}
+// SAFETY: shared references only give out the pointer.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Allocates and touches `bytes` bytes; `None` when the system has no such memory.
+    pub(crate) fn new(bytes: usize) -> Option<Memory> {
+        if bytes == 0 {
+            return Some(Memory { start: NonNull::dangling(), layout: None, bytes });
+        }
+        let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
+        // SAFETY: the layout's size is not 0.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        for at in (0..bytes).step_by(PAGE) {
+            // SAFETY: inside of the allocation. Volatile, because the byte is 0 already and the
+            // point is that the page is taken now, not while a plan runs.
+            unsafe { start.as_ptr().add(at).write_volatile(0) };
+        }
+        Some(Memory { start, layout: Some(layout), bytes })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Some(layout) = self.layout {
+            // SAFETY: allocated in `new` with this layout.
+            unsafe { dealloc(self.start.as_ptr(), layout) };
+        }
+    }
+}
+
+/// The arena of the CPU device.
+pub(crate) struct CpuArena {
+    memory: Memory,
+    high_water: usize,
+}
+
+impl CpuArena {
+    pub(crate) fn new(bytes: usize) -> Result<CpuArena, Fault> {
+        match Memory::new(bytes) {
+            Some(memory) => Ok(CpuArena { memory, high_water: 0 }),
+            None => Err(Fault::new(
+                Code::OutOfMemory,
+                "",
+                format!("an arena of {bytes} bytes was asked for: the system has no such memory"),
+            )),
+        }
+    }
+
+    /// Notes that bytes up to `end` are written.
+    pub(crate) fn wrote(&mut self, end: usize) {
+        self.high_water = self.high_water.max(end);
+    }
+
+    /// The first byte.
+    pub(crate) fn ptr(&mut self) -> *mut u8 {
+        self.memory.ptr()
+    }
+}
+
+impl Arena for CpuArena {
+    fn bytes(&self) -> usize {
+        self.memory.len()
+    }
+
+    fn high_water(&self) -> usize {
+        self.high_water
+    }
+
+    fn poison(&mut self) {
+        // All ones is a NaN in f32, f16 and bf16.
+        // SAFETY: the arena's own bytes, which `&mut self` makes exclusive.
+        unsafe { self.memory.ptr().write_bytes(0xff, self.memory.len()) };
+    }
+
+    fn read(&self, range: Range<usize>, to: &mut [u8]) -> Result<(), Fault> {
+        let bytes = self.memory.len();
+        let fits = range.start <= range.end && range.end <= bytes;
+        if !fits || range.end - range.start != to.len() {
+            return Err(Fault::new(
+                Code::Internal,
+                "",
+                format!(
+                    "bytes {}..{} of an arena of {bytes} were read into {} bytes",
+                    range.start,
+                    range.end,
+                    to.len()
+                ),
+            ));
+        }
+        // SAFETY: the range is inside of the arena, and `to` is as long.
+        unsafe {
+            let from = self.memory.ptr().add(range.start);
+            std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
+        }
+        Ok(())
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arena_has_exactly_its_bytes() {
+        for bytes in [0, 1, 63, 64, 10_000] {
+            let mut arena = CpuArena::new(bytes).unwrap();
+            assert_eq!(arena.bytes(), bytes);
+            assert_eq!(arena.high_water(), 0);
+            if bytes > 0 {
+                assert_eq!(arena.ptr() as usize % ALIGN, 0);
+            }
+            arena.poison();
+            let mut all = vec![0; bytes];
+            arena.read(0..bytes, &mut all).unwrap();
+            assert!(all.iter().all(|&b| b == 0xff));
+            for bad in [0..bytes + 1, bytes + 1..bytes + 1, 1..0] {
+                assert!(arena.read(bad, &mut []).is_err());
+            }
+            arena.wrote(bytes);
+            assert_eq!(arena.high_water(), bytes);
+        }
+    }
+
+    #[test]
+    fn too_much_memory_is_a_fault() {
+        for bytes in [1 << 60, usize::MAX] {
+            let Err(fault) = CpuArena::new(bytes) else { panic!("{bytes} bytes were found") };
+            assert_eq!(fault.code, Code::OutOfMemory);
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! A step with its operands bound to memory: what a kernel is given.
+
+use graph::{Arg, Op};
+
+use crate::pack::PackedMatrix;
+use crate::simd::Isa;
+
+/// Where an operand's elements are.
+#[derive(Copy, Clone)]
+enum Source<'a> {
+    /// The start of the storage that the operand's layout refers to. What the layout reaches has
+    /// been found to be inside of it.
+    Memory(*const u8),
+    Packed(&'a PackedMatrix),
+}
+
+/// An operand of a running step.
+#[derive(Copy, Clone)]
+pub(crate) struct Input<'a> {
+    /// Its type, shape and layout.
+    pub(crate) arg: Arg,
+    source: Source<'a>,
+}
+
+impl<'a> Input<'a> {
+    /// An operand in memory.
+    ///
+    /// # Safety
+    /// Every element that the layout reaches from `base` must stay readable and unwritten for
+    /// `'a`, and be aligned to its type.
+    pub(crate) unsafe fn memory(arg: Arg, base: *const u8) -> Input<'a> {
+        Input { arg, source: Source::Memory(base) }
+    }
+
+    /// A weight that the device has packed.
+    pub(crate) fn packed(arg: Arg, matrix: &'a PackedMatrix) -> Input<'a> {
+        Input { arg, source: Source::Packed(matrix) }
+    }
+
+    /// The packed weight, if it is one.
+    pub(crate) fn matrix(&self) -> Option<&'a PackedMatrix> {
+        match self.source {
+            Source::Packed(matrix) => Some(matrix),
+            Source::Memory(_) => None,
+        }
+    }
+
+    /// The first byte of the storage, for block formats and q8-rows (always dense); null for a
+    /// packed weight, which no kernel reads this way.
+    pub(crate) fn bytes(&self) -> *const u8 {
+        match self.source {
+            Source::Memory(base) => base,
+            Source::Packed(_) => std::ptr::null(),
+        }
+    }
+
+    /// The first element, of element types.
+    pub(crate) fn ptr<T>(&self) -> *const T {
+        self.bytes().cast::<T>().wrapping_add(self.arg.layout.offset)
+    }
+
+    /// Elements between neighbours along dimension `i`; 0 when there is no such dimension.
+    pub(crate) fn stride(&self, i: usize) -> usize {
+        self.arg.layout.strides.get(i).copied().unwrap_or(0)
+    }
+
+    /// The operand as rows of contiguous elements.
+    pub(crate) fn rows<T>(&self) -> Rows<T> {
+        Rows { ptr: self.ptr(), stride: self.arg.row_stride().unwrap_or(0) }
+    }
+
+    /// The elements of a dense i32 operand.
+    pub(crate) fn ints(&self) -> &'a [i32] {
+        // SAFETY: kernels take indices as dense operands only; `memory` promised the rest.
+        unsafe { self.slice() }
+    }
+
+    /// The elements of a dense operand.
+    ///
+    /// # Safety
+    /// The operand must be dense and of an element type of the size of `T`.
+    pub(crate) unsafe fn slice<T>(&self) -> &'a [T] {
+        match self.source {
+            // SAFETY: the caller's, and `memory` promised that the elements are there.
+            Source::Memory(_) => unsafe {
+                std::slice::from_raw_parts(self.ptr(), self.arg.shape.elements())
+            },
+            Source::Packed(_) => &[],
+        }
+    }
+}
+
+/// Rows of contiguous elements, a fixed number of elements apart.
+#[derive(Copy, Clone)]
+pub(crate) struct Rows<T> {
+    ptr: *const T,
+    stride: usize,
+}
+
+impl<T> Rows<T> {
+    /// The first element of row `i`.
+    #[inline(always)]
+    pub(crate) fn row(self, i: usize) -> *const T {
+        self.ptr.wrapping_add(i * self.stride)
+    }
+}
+
+/// A step that runs: an op, its operands, and where its result goes.
+#[derive(Copy, Clone)]
+pub(crate) struct Job<'a> {
+    pub(crate) op: &'a Op,
+    pub(crate) inputs: &'a [Input<'a>],
+    /// The result's type and shape; always dense.
+    pub(crate) out: Arg,
+    /// The result's bytes, at a multiple of 64.
+    to: *mut u8,
+    pub(crate) isa: Isa,
+}
+
+// SAFETY: a job is shared by the threads that run its tiles. Operands are only read; each tile
+// writes elements of the result that no other tile touches.
+unsafe impl Sync for Job<'_> {}
+
+impl<'a> Job<'a> {
+    /// A job writing its result to `to`.
+    ///
+    /// # Safety
+    /// `to` must be valid for writes of the whole result during `'a`, be aligned to 64, and not
+    /// overlap the operands; `inputs` and `out` must be what the shape rule of `op` and
+    /// `supports` accept.
+    pub(crate) unsafe fn new(
+        op: &'a Op,
+        inputs: &'a [Input<'a>],
+        out: Arg,
+        to: *mut u8,
+        isa: Isa,
+    ) -> Job<'a> {
+        Job { op, inputs, out, to, isa }
+    }
+
+    /// Operand `i`.
+    #[inline(always)]
+    pub(crate) fn input(&self, i: usize) -> Input<'a> {
+        self.inputs[i]
+    }
+
+    /// The first element of the result.
+    #[inline(always)]
+    pub(crate) fn out<T>(&self) -> *mut T {
+        self.to.cast()
+    }
+
+    /// The first element of row `i` of a result of element type.
+    #[inline(always)]
+    pub(crate) fn out_row<T>(&self, i: usize) -> *mut T {
+        self.to.cast::<T>().wrapping_add(i * self.out.shape.cols())
+    }
+}
+
+/// One worker's scratch memory, aligned to 64 bytes, of at least the bytes that `supports`
+/// declared. Its contents are whatever the last tile left.
+pub(crate) struct Scratch<'a>(&'a mut [f32]);
+
+impl<'a> Scratch<'a> {
+    /// Hands out memory that starts at a multiple of 64 bytes.
+    pub(crate) fn new(memory: &'a mut [f32]) -> Scratch<'a> {
+        Scratch(memory)
+    }
+
+    /// The next `n` floats; the next call begins at a multiple of 64 bytes again.
+    pub(crate) fn take(&mut self, n: usize) -> &'a mut [f32] {
+        let memory = std::mem::take(&mut self.0);
+        let (taken, rest) = memory.split_at_mut(padded(n));
+        self.0 = rest;
+        &mut taken[..n]
+    }
+}
+
+/// Floats that [`Scratch::take`] uses for `n`.
+pub(crate) const fn padded(n: usize) -> usize {
+    n.next_multiple_of(16)
+}
+
+/// Bytes of scratch for buffers of so many floats.
+pub(crate) fn scratch_bytes(buffers: &[usize]) -> usize {
+    buffers.iter().map(|&n| padded(n) * 4).sum()
+}
