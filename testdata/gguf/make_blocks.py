@@ -1,7 +1,8 @@
-"""Makes blocks.gguf: what the `gguf` package says about random blocks of every format.
+"""Makes blocks.gguf: what the `gguf` package says about random blocks of every format; and
+small.gguf, the same metadata and one block of each format, to begin fuzzing from.
 
     pip install gguf==0.19.0 numpy
-    python testdata/gguf/make_blocks.py testdata/gguf/blocks.gguf
+    python testdata/gguf/make_blocks.py testdata/gguf
 
 For each format NAME: tensor `NAME`, random blocks, and `NAME.f32`, their values. For each format
 that Gradus quantizes to: `to.NAME`, the package's conversion of the tensor `to.input`. The
@@ -62,8 +63,7 @@ def floats(rng):
     return x
 
 
-def main(path):
-    rng = np.random.default_rng(20260201)
+def begin(path):
     w = GGUFWriter(path, "fixture")
     w.add_uint8("value.u8", 200)
     w.add_int8("value.i8", -100)
@@ -87,7 +87,19 @@ def main(path):
     }
     for name, (ty, values) in arrays.items():
         w.add_key_value(f"array.{name}", values, V.ARRAY, sub_type=ty)
+    return w
 
+
+def finish(w):
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def main(folder):
+    rng = np.random.default_rng(20260201)
+    w = begin(f"{folder}/blocks.gguf")
     for ty in HALVES:
         raw = blocks(rng, ty)
         w.add_tensor(ty.name, raw, raw_dtype=ty)
@@ -109,10 +121,16 @@ def main(path):
         for ty in (T.Q8_0, T.F16, T.BF16):
             raw = quantize(x, ty)
             w.add_tensor(f"to.{ty.name}", raw.view(np.uint8), raw_dtype=ty)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
+
+    w = begin(f"{folder}/small.gguf")
+    for ty in HALVES:
+        w.add_tensor(ty.name, blocks(rng, ty)[:1], raw_dtype=ty)
+    w.add_tensor("F16", np.ones((2, 3, 4), np.float16))
+    w.add_tensor("BF16", np.ones((3, 8), np.uint8), raw_dtype=T.BF16)
+    w.add_tensor("I32", np.arange(6, dtype=np.int32).reshape(1, 2, 1, 3))
+    w.add_tensor("F32", np.ones(5, np.float32))
+    finish(w)
 
 
 main(sys.argv[1])

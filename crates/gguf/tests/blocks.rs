@@ -1,6 +1,13 @@
 //! The block formats, bit by bit against the `gguf` package from PyPI
 //! (`testdata/gguf/make_blocks.py`).
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test's helpers are tests"
+)]
+
 use gguf::blocks::{self, Decoded};
 use gguf::{Array, Gguf, TensorType, Value};
 
@@ -148,4 +155,25 @@ fn reads_every_value_type_that_another_writer_wrote() {
     assert_eq!(keys[1..], expected.map(|(key, _)| key), "in file order");
     assert!(matches!(meta.get("array.f64"), Some(Value::Array(Array::F64(_)))));
     assert_eq!(gguf.require("Q4_K").unwrap().info.shape, [24, 256]);
+}
+
+#[test]
+fn shapes_are_outermost_first() {
+    let gguf =
+        Gguf::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/gguf/small.gguf")).unwrap();
+    assert_eq!(gguf.tensors().len(), TensorType::ALL.len());
+    let cases: [(TensorType, &[usize], usize, usize, usize); 4] = [
+        (TensorType::I32, &[1, 2, 1, 3], 2, 3, 24),
+        (TensorType::F16, &[2, 3, 4], 6, 4, 48),
+        (TensorType::Q6K, &[1, 256], 1, 256, 210),
+        (TensorType::F32, &[5], 1, 5, 20),
+    ];
+    for (ty, shape, rows, cols, bytes) in cases {
+        let tensor = gguf.tensor(ty.name()).unwrap();
+        assert_eq!((tensor.info.ty, tensor.info.shape.as_slice()), (ty, shape));
+        assert_eq!((tensor.info.rows(), tensor.info.cols()), (rows, cols));
+        assert_eq!((tensor.info.elements(), tensor.bytes.len()), (rows * cols, bytes));
+        assert_eq!(ty.row_bytes(cols), Some(bytes / rows));
+    }
+    assert!(gguf.tensor("absent").is_none());
 }
