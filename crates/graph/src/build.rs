@@ -6,49 +6,49 @@ type Made = std::result::Result<NodeId, Invalid>;
 
 /// Constructors name their node `name`; where there is no `name`, the first operand's is used.
 impl Graph {
-    fn named_after(&self, id: NodeId) -> std::sync::Arc<str> {
-        self.node(id).name.clone()
+    fn named_after(&self, id: NodeId) -> std::result::Result<std::sync::Arc<str>, Invalid> {
+        Ok(self.get(id)?.name.clone())
     }
 
     /// `a + b`, broadcast.
     pub fn add(&mut self, a: NodeId, b: NodeId) -> Made {
-        let name = self.named_after(a);
+        let name = self.named_after(a)?;
         self.push(Op::Binary(Binary::Add), &[a, b], &name)
     }
 
     /// `a - b`, broadcast.
     pub fn sub(&mut self, a: NodeId, b: NodeId) -> Made {
-        let name = self.named_after(a);
+        let name = self.named_after(a)?;
         self.push(Op::Binary(Binary::Sub), &[a, b], &name)
     }
 
     /// `a * b`, broadcast.
     pub fn mul(&mut self, a: NodeId, b: NodeId) -> Made {
-        let name = self.named_after(a);
+        let name = self.named_after(a)?;
         self.push(Op::Binary(Binary::Mul), &[a, b], &name)
     }
 
     /// `a / b`, broadcast.
     pub fn div(&mut self, a: NodeId, b: NodeId) -> Made {
-        let name = self.named_after(a);
+        let name = self.named_after(a)?;
         self.push(Op::Binary(Binary::Div), &[a, b], &name)
     }
 
     /// An elementwise function.
     pub fn unary(&mut self, f: Unary, x: NodeId) -> Made {
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Unary(f), &[x], &name)
     }
 
     /// `scale * x + bias`.
     pub fn affine(&mut self, x: NodeId, scale: f32, bias: f32) -> Made {
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Affine { scale: scale.into(), bias: bias.into() }, &[x], &name)
     }
 
     /// Sum over the given dimensions, which stay with size 1.
     pub fn sum(&mut self, x: NodeId, dims: &[usize]) -> Made {
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         let mut set = 0u8;
         for &d in dims {
             if d >= MAX_RANK {
@@ -61,39 +61,39 @@ impl Graph {
 
     /// Repeats dimensions of size 1 up to `shape`.
     pub fn broadcast(&mut self, x: NodeId, shape: Shape) -> Made {
-        if self.node(x).shape == shape {
+        if self.get(x)?.shape == shape {
             return Ok(x);
         }
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Broadcast { shape }, &[x], &name)
     }
 
     /// The same elements under another shape.
     pub fn reshape(&mut self, x: NodeId, dims: &[usize]) -> Made {
         let shape = Shape::new(dims)?;
-        if self.node(x).shape == shape {
+        if self.get(x)?.shape == shape {
             return Ok(x);
         }
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Reshape { shape }, &[x], &name)
     }
 
     /// Reorders dimensions: output dimension `i` is input dimension `perm[i]`.
     pub fn permute(&mut self, x: NodeId, perm: &[u8]) -> Made {
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Permute { perm: perm.to_vec() }, &[x], &name)
     }
 
     /// `len` entries of dimension `dim` from `start`.
     pub fn slice(&mut self, x: NodeId, dim: usize, start: usize, len: usize) -> Made {
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Slice { dim: dim.min(255) as u8, start, len }, &[x], &name)
     }
 
     /// Joins along `dim`.
     pub fn concat(&mut self, xs: &[NodeId], dim: usize) -> Made {
         let name = match xs.first() {
-            Some(&x) => self.named_after(x),
+            Some(&x) => self.named_after(x)?,
             None => return Err(Invalid::new("Concat of nothing")),
         };
         if xs.len() == 1 {
@@ -104,10 +104,10 @@ impl Graph {
 
     /// Converts to another float type or Q8_0.
     pub fn cast(&mut self, x: NodeId, dtype: DType) -> Made {
-        if self.node(x).dtype == dtype {
+        if self.get(x)?.dtype == dtype {
             return Ok(x);
         }
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Cast { dtype }, &[x], &name)
     }
 
@@ -116,7 +116,7 @@ impl Graph {
         if dtype == DType::F32 {
             return Ok(x);
         }
-        let name = self.named_after(x);
+        let name = self.named_after(x)?;
         self.push(Op::Round { dtype }, &[x], &name)
     }
 
@@ -127,15 +127,15 @@ impl Graph {
 
     /// `x / rms(x) * weight` along the last dimension.
     pub fn rms_norm(&mut self, x: NodeId, weight: NodeId, eps: f32) -> Made {
-        let name = self.named_after(weight);
+        let name = self.named_after(weight)?;
         self.push(Op::RmsNorm { eps: eps.into() }, &[x, weight], &name)
     }
 
     /// `x . w^T`; `x` is quantized to rows of 8 bits first when `w` is of a block format.
     pub fn project(&mut self, x: NodeId, w: NodeId) -> Made {
-        let name = self.named_after(w);
-        let x = match self.node(w).dtype {
-            DType::Block(_) if self.node(x).dtype == DType::F32 => {
+        let name = self.named_after(w)?;
+        let x = match self.get(w)?.dtype {
+            DType::Block(_) if self.get(x)?.dtype == DType::F32 => {
                 self.push(Op::QuantizeRows, &[x], &name)?
             }
             _ => x,

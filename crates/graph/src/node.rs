@@ -105,9 +105,13 @@ impl Graph {
             if node.shape == shape && node.dtype == dtype && node.resident == resident {
                 return Ok(id);
             }
+            let kind = |resident| if resident { "weight" } else { "leaf" };
             return Err(Invalid::new(format!(
-                "leaf `{name}` exists as {} {} and was asked for as {dtype} {shape}",
-                node.dtype, node.shape
+                "leaf `{name}` exists as {} {} {} and was asked for as {} {dtype} {shape}",
+                kind(node.resident),
+                node.dtype,
+                node.shape,
+                kind(resident)
             )));
         }
         if shape.bytes(dtype).is_none() {
@@ -211,6 +215,12 @@ impl Graph {
                 self.layer = None;
             }
         }
+    }
+
+    /// The node of an id, if it is of this graph (or at least within its length).
+    pub(crate) fn get(&self, id: NodeId) -> Result<&Node, Invalid> {
+        let node = self.nodes.get(id.index());
+        node.ok_or_else(|| Invalid::new(format!("node {} is not of this graph", id.index())))
     }
 
     /// The node of an id of this graph.

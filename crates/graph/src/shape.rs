@@ -5,7 +5,8 @@ use crate::{DType, Invalid};
 /// The most dimensions a tensor may have.
 pub const MAX_RANK: usize = 6;
 
-/// The most elements a tensor may have; keeps every byte count far from overflow.
+/// The most elements a tensor may have, a size of 0 counted as 1; keeps every byte count and
+/// every product of dimensions far from overflow.
 const MAX_ELEMENTS: usize = 1 << 46;
 
 /// The dimensions of a tensor, outermost first, last one contiguous.
@@ -16,7 +17,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A shape of up to [`MAX_RANK`] dimensions, whose element count fits.
+    /// A shape of up to [`MAX_RANK`] dimensions, whose element count fits. So do the products
+    /// of any of its dimensions.
     ///
     /// # Errors
     /// `Invalid` when there are too many dimensions or too many elements.
@@ -29,11 +31,12 @@ impl Shape {
         }
         let mut count = 1usize;
         for &d in dims {
-            count = match count.checked_mul(d) {
+            count = match count.checked_mul(d.max(1)) {
                 Some(n) if n <= MAX_ELEMENTS => n,
                 _ => {
                     return Err(Invalid::new(format!(
-                        "a tensor of shape {dims:?} has more than 2^46 elements"
+                        "shape {dims:?} is too large: its sizes, 0 counted as 1, multiply to \
+                         more than 2^46"
                     )));
                 }
             };

@@ -36,6 +36,11 @@ fn i32s(args: &[Operand], which: &[usize]) -> std::result::Result<(), String> {
     Ok(())
 }
 
+fn epsilon(eps: Real) -> std::result::Result<(), String> {
+    let eps = eps.get();
+    want(eps >= 0.0 && eps.is_finite(), || format!("eps must be finite and not negative, is {eps}"))
+}
+
 fn same(a: Shape, b: Shape) -> std::result::Result<(), String> {
     want(a == b, || format!("shapes {a} and {b} differ"))
 }
@@ -86,7 +91,9 @@ fn attention(
         format!("seqs must be i32 [S, 3], is {} {}", seqs.0, seqs.1)
     })?;
     want(attrs.window != Some(0), || "a window of 0 sees nothing".into())?;
-    want(attrs.softcap.is_none_or(|c| c.get() > 0.0), || "softcap must be positive".into())?;
+    want(attrs.softcap.is_none_or(|c| c.get() > 0.0 && c.get().is_finite()), || {
+        "softcap must be positive and finite".into()
+    })?;
     want(attrs.scale.get().is_finite(), || "scale must be finite".into())?;
     if !attrs.prefix {
         return want(prefix.is_empty(), || "operands of a cached prefix without `prefix`".into());
@@ -140,7 +147,9 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
         Op::Affine { scale, bias } => {
             f32s(args, &[0])?;
             let [x] = operands(args)?;
-            want(scale.get().is_finite() && bias.get().is_finite(), || "not finite".into())?;
+            want(scale.get().is_finite() && bias.get().is_finite(), || {
+                format!("scale {} or bias {} is not finite", scale.get(), bias.get())
+            })?;
             Ok((f, x.1))
         }
         Op::Glu(_) => {
@@ -160,7 +169,9 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             f32s(args, &[0])?;
             let [x] = operands(args)?;
             let x = x.1;
-            want(usize::from(*dims) < 1 << x.rank(), || "sums a dimension it has not".into())?;
+            want(usize::from(*dims) < 1 << x.rank(), || {
+                format!("sums dimensions {dims:#b}, has {}", x.rank())
+            })?;
             let out: Vec<usize> =
                 (0..x.rank()).map(|i| if dims >> i & 1 == 1 { 1 } else { x.dim(i) }).collect();
             Ok((f, fit(&out)?))
@@ -202,7 +213,10 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             want(dim < x.1.rank(), || format!("no dimension {dim}"))?;
             let end = start.checked_add(*len);
             want(end.is_some_and(|end| end <= x.1.dim(dim)), || {
-                format!("entries {start}.. of {len} are outside of {}", x.1.dim(dim))
+                format!(
+                    "{len} entries from {start} are outside of dimension {dim} of size {}",
+                    x.1.dim(dim)
+                )
             })?;
             Ok((x.0, x.1.with_dim(dim, *len).map_err(|e| e.message)?))
         }
@@ -284,13 +298,14 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
         Op::RmsNorm { eps } => {
             f32s(args, &[0, 1])?;
             let [x, w] = operands(args)?;
-            want(eps.get() >= 0.0, || "eps must not be negative".into())?;
+            epsilon(*eps)?;
             is(w.1, &[x.1.cols()], "the weight")?;
             Ok((f, x.1))
         }
-        Op::RmsNormBack { wrt, .. } => {
+        Op::RmsNormBack { eps, wrt } => {
             f32s(args, &[0, 1, 2])?;
             let [x, w, dy] = operands(args)?;
+            epsilon(*eps)?;
             is(w.1, &[x.1.cols()], "the weight")?;
             same(x.1, dy.1)?;
             Ok(match wrt {
@@ -310,7 +325,13 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 pos
             };
             want(pos.1.rank() == 1, || format!("positions must be [T], are {}", pos.1))?;
-            want(angles.dims > 0 && angles.dims % 2 == 0, || "rotates an odd width".into())?;
+            want(angles.dims > 0 && angles.dims % 2 == 0, || {
+                format!("rotates {} elements, not a positive even number", angles.dims)
+            })?;
+            let (base, scale) = (angles.base.get(), angles.freq_scale.get());
+            want(base > 0.0 && base.is_finite() && scale.is_finite(), || {
+                format!("base {base} or frequency scale {scale} is out of range")
+            })?;
             Ok((f, fit(&[pos.1.dim(0), angles.dims])?))
         }
         Op::Rope { .. } => {
