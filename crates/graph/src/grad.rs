@@ -38,11 +38,18 @@ enum Rule<'a> {
 /// # Errors
 /// `Refusal` for the first node in forward order that has no rule for an operand on the way to
 /// `wrt`, for a member of `wrt` that nothing depends on, and for a rule whose result has the
-/// wrong shape or dtype. `Invalid` for cotangents of the wrong shape.
+/// wrong shape or dtype. `Invalid` for cotangents of the wrong shape or dtype.
 pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Result<Backward> {
     let mut g = graph.clone();
     for &(y, dy) in cotangents {
-        let (y, dy) = (known(graph, y)?, known(graph, dy)?);
+        let (y, dy) = (graph.get(y)?, graph.get(dy)?);
+        if matches!(y.dtype, DType::I32 | DType::Block(_)) {
+            return Err(Invalid::new(format!(
+                "node `{}` is {}, which has no cotangent; differentiate a float value",
+                y.name, y.dtype
+            ))
+            .into());
+        }
         if dy.shape != y.shape || dy.dtype != DType::F32 {
             return Err(Invalid::new(format!(
                 "the cotangent of node `{}` must be f32 {}, is {} {}",
@@ -52,7 +59,7 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
         }
     }
     for &x in wrt {
-        known(graph, x)?;
+        graph.get(x)?;
     }
 
     // `needed`: depends on wrt and reaches a cotangent.
@@ -158,14 +165,6 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
         }
     }
     Ok(Backward { graph: g, grads: out })
-}
-
-fn known(graph: &Graph, id: NodeId) -> std::result::Result<&Node, Invalid> {
-    if id.index() < graph.len() {
-        Ok(graph.node(id))
-    } else {
-        Err(Invalid::new(format!("node {} is not of this graph", id.index())))
-    }
 }
 
 fn at(flags: &[bool], id: NodeId) -> bool {
@@ -394,6 +393,18 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
                 (_, _, false) => (Op::MatMul { ta: !ta, tb: false }, Some(a), None),
                 (_, _, true) => (Op::MatMul { ta: true, tb: ta }, None, Some(a)),
             };
+            let half = matches!(graph.node(b).dtype, DType::F16 | DType::BF16);
+            if i == 0 && ta && half {
+                // A half matrix is only taken on the right, so this is the transpose.
+                return Is(Box::new(move |g, dy| {
+                    let dx = g.push(Op::MatMul { ta: false, tb: !tb }, &[dy, b], &name)?;
+                    let rank = g.node(dx).shape.rank() as u8;
+                    let mut perm: Vec<u8> = (0..rank.saturating_sub(2)).collect();
+                    perm.extend([rank.saturating_sub(1), rank.saturating_sub(2)]);
+                    let dx = g.permute(dx, &perm)?;
+                    unbroadcast(g, dx, x_shape)
+                }));
+            }
             Is(Box::new(move |g, dy| {
                 let dx = g.push(op, &[l.unwrap_or(dy), r.unwrap_or(dy)], &name)?;
                 unbroadcast(g, dx, x_shape)
