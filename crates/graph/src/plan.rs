@@ -39,7 +39,7 @@ pub struct Step {
     pub name: Arc<str>,
     /// Operands in order.
     pub args: Vec<Operand>,
-    /// The result: contiguous, in the arena.
+    /// The result: contiguous, in the arena. A copied reshape has its source's shape here.
     pub out: Operand,
 }
 
@@ -135,63 +135,36 @@ fn flag(flags: &[bool], id: NodeId) -> bool {
 struct Views {
     /// Per node: the node whose storage holds it, and its layout there.
     at: Vec<(NodeId, Layout)>,
-    /// View nodes that get storage of their own, filled by a copy.
+    /// View nodes, and leaves that are outputs: they get storage of their own, filled by a copy.
     copied: Vec<bool>,
 }
 
 impl Views {
-    /// Asks the device about every node; copies the views it does not read in place.
+    /// Asks the device about every node in turn; copies the views it does not read in place.
     fn resolve(
         graph: &Graph,
         live: &[bool],
         outputs: &[NodeId],
         device: &dyn Device,
     ) -> Result<Views> {
-        let mut views = Views { at: Vec::new(), copied: vec![false; graph.len()] };
+        let n = graph.len();
+        let mut views = Views { at: Vec::with_capacity(n), copied: vec![false; n] };
         for &out in outputs {
             let op = &graph.node(out).op;
             if op.is_view() || matches!(op, Op::Leaf) {
                 views.copy(out);
             }
         }
-        // Each pass may mark more views as copied; every pass but the last marks at least one.
-        loop {
-            views.place(graph);
-            let mut changed = false;
-            for id in graph.ids().filter(|&id| flag(live, id)) {
-                let node = graph.node(id);
-                let stored = flag(&views.copied, id);
-                if !stored && (node.op.is_view() || matches!(node.op, Op::Leaf)) {
-                    continue;
-                }
-                let (op, args, out) = views.call(graph, id);
-                match device.supports(&Call { op, args: &args, out }) {
-                    Ok(_) => {}
-                    Err(Unsupported::Kernel(what)) => {
-                        return Err(no_kernel(graph, id, op, None, device, what));
-                    }
-                    Err(Unsupported::Layout(i)) => {
-                        let operand = node.args.get(i).copied();
-                        let view = operand.filter(|&a| {
-                            graph.node(a).op.is_view() && !flag(&views.copied, a) && !stored
-                        });
-                        match view {
-                            Some(a) => {
-                                views.copy(a);
-                                changed = true;
-                            }
-                            None => {
-                                let what = "a layout that no copy can mend".to_string();
-                                return Err(no_kernel(graph, id, op, Some(i), device, what));
-                            }
-                        }
-                    }
-                }
-            }
-            if !changed {
-                return Ok(views);
+        // A copy changes what the nodes after it read, so they are visited again. Each step
+        // back marks one more copy, so the loop ends.
+        let ids: Vec<NodeId> = graph.ids().collect();
+        while let Some(&id) = ids.get(views.at.len()) {
+            if let Some(copy) = views.visit(graph, live, id, device)? {
+                views.copy(copy);
+                views.at.truncate(copy.index());
             }
         }
+        Ok(views)
     }
 
     fn copy(&mut self, id: NodeId) {
@@ -200,33 +173,45 @@ impl Views {
         }
     }
 
-    /// Recomputes where each node's elements are. A view that no layout can express makes its
-    /// source's view a copy, so the loop ends.
-    fn place(&mut self, graph: &Graph) {
-        loop {
-            self.at.clear();
-            let mut blocked = None;
-            for id in graph.ids() {
-                let node = graph.node(id);
-                let own = (id, Layout::contiguous(&node.shape));
-                let place = match node.args.first() {
-                    Some(&source) if node.op.is_view() && !flag(&self.copied, id) => {
-                        let (base, layout) = self.of(graph, source);
-                        match view(&node.op, &layout, &graph.node(source).shape) {
-                            Some(layout) => (base, layout),
-                            None => {
-                                blocked.get_or_insert(source);
-                                own
-                            }
-                        }
+    /// Places one node, or says which view must be copied first.
+    fn visit(
+        &mut self,
+        graph: &Graph,
+        live: &[bool],
+        id: NodeId,
+        device: &dyn Device,
+    ) -> Result<Option<NodeId>> {
+        let node = graph.node(id);
+        let stored = self.stored(graph, id);
+        if let Some(&source) = node.args.first()
+            && node.op.is_view()
+            && !stored
+            && flag(live, id)
+        {
+            let (base, layout) = self.of(graph, source);
+            let Some(layout) = view(&node.op, &layout, &graph.node(source).shape) else {
+                return Ok(Some(id));
+            };
+            self.at.push((base, layout));
+            return Ok(None);
+        }
+        self.at.push((id, Layout::contiguous(&node.shape)));
+        if !stored || !flag(live, id) {
+            return Ok(None);
+        }
+        let (op, args, out) = self.call(graph, id);
+        match device.supports(&Call { op, args: &args, out }) {
+            Ok(_) => Ok(None),
+            Err(Unsupported::Kernel(what)) => Err(no_kernel(graph, id, op, None, device, what)),
+            Err(Unsupported::Layout(i)) => {
+                let is_view = |a: NodeId| graph.node(a).op.is_view() && !flag(&self.copied, a);
+                match node.args.get(i) {
+                    Some(&a) if is_view(a) && !node.op.is_view() => Ok(Some(a)),
+                    _ => {
+                        let what = "a layout that no copy can mend".to_string();
+                        Err(no_kernel(graph, id, op, Some(i), device, what))
                     }
-                    _ => own,
-                };
-                self.at.push(place);
-            }
-            match blocked {
-                Some(source) if !flag(&self.copied, source) => self.copy(source),
-                _ => return,
+                }
             }
         }
     }
@@ -238,30 +223,30 @@ impl Views {
         }
     }
 
-    /// The source that a copied view or an output leaf reads, and how; else the operand itself.
-    fn operand(&self, graph: &Graph, id: NodeId, arg: NodeId) -> (NodeId, Layout) {
-        let (base, layout) = self.of(graph, arg);
-        let seen = view(&graph.node(id).op, &layout, &graph.node(arg).shape);
-        (base, seen.unwrap_or(layout))
-    }
-
-    /// What runs for a node: itself, or the copy of a view.
+    /// What runs for a node: itself, or the copy of a view. A copied reshape is a copy of its
+    /// source, whose elements are the same in the same order, so any layout will do.
     fn call<'g>(&self, graph: &'g Graph, id: NodeId) -> (&'g Op, Vec<Arg>, Arg) {
         let node = graph.node(id);
         let out = Arg::dense(node.dtype, node.shape);
         if matches!(node.op, Op::Leaf) {
-            return (&Op::Copy, vec![out], out);
+            return (&Op::Copy, vec![Arg { resident: node.resident, ..out }], out);
         }
-        let is_copy = node.op.is_view();
         let args = node.args.iter().map(|&a| {
-            let (base, layout) = self.operand(graph, id, a);
-            let source = graph.node(a);
-            let shape = if is_copy { node.shape } else { source.shape };
-            let resident =
-                matches!(graph.node(base).op, Op::Leaf) && matches!(source.dtype, DType::Block(_));
-            Arg { dtype: source.dtype, shape, layout, resident }
+            let (base, layout) = self.of(graph, a);
+            let Node { dtype, shape, .. } = *graph.node(a);
+            Arg { dtype, shape, layout, resident: graph.node(base).resident }
         });
-        (if is_copy { &Op::Copy } else { &node.op }, args.collect(), out)
+        let mut args: Vec<Arg> = args.collect();
+        let Some(source) = args.first_mut().filter(|_| node.op.is_view()) else {
+            return (&node.op, args, out);
+        };
+        if let Op::Reshape { .. } = node.op {
+            let out = Arg::dense(node.dtype, source.shape);
+            return (&Op::Copy, args, out);
+        }
+        source.layout = view(&node.op, &source.layout, &source.shape).unwrap_or(source.layout);
+        source.shape = node.shape;
+        (&Op::Copy, args, out)
     }
 
     /// True when the node has storage in the arena.
@@ -270,15 +255,11 @@ impl Views {
         flag(&self.copied, id) || !(op.is_view() || matches!(op, Op::Leaf))
     }
 
-    /// The nodes whose arena storage a node's step reads.
+    /// The nodes whose arena storage a node's step reads. A leaf is read where it is bound.
     fn reads(&self, graph: &Graph, id: NodeId) -> Vec<NodeId> {
-        let mut bases: Vec<NodeId> = graph
-            .node(id)
-            .args
-            .iter()
-            .map(|&a| self.operand(graph, id, a).0)
-            .filter(|&b| self.stored(graph, b))
-            .collect();
+        let bases = graph.node(id).args.iter().map(|&a| self.of(graph, a).0);
+        let mut bases: Vec<NodeId> =
+            bases.filter(|&b| !matches!(graph.node(b).op, Op::Leaf)).collect();
         bases.sort();
         bases.dedup();
         bases
@@ -296,9 +277,12 @@ fn view(op: &Op, layout: &Layout, shape: &Shape) -> Option<Layout> {
                 *to = stride(usize::from(from));
             }
         }
-        Op::Slice { dim, start, .. } => {
+        Op::Slice { dim, start, len } => {
             strides = layout.strides;
-            offset += start * stride(usize::from(*dim));
+            // An empty view starts where its source does, so that no offset is out of bounds.
+            if *len > 0 && shape.elements() > 0 {
+                offset += start * stride(usize::from(*dim));
+            }
         }
         Op::Broadcast { shape: wide } => {
             let lead = wide.rank() - shape.rank();
@@ -555,10 +539,8 @@ fn lay_out(
         let sources: Vec<NodeId> =
             if matches!(node.op, Op::Leaf) { vec![id] } else { node.args.clone() };
         for (arg, source) in args.iter().zip(sources) {
-            let base = if source == id { id } else { views.operand(graph, id, source).0 };
-            let is_leaf = matches!(graph.node(base).op, Op::Leaf)
-                && (base == id || !views.stored(graph, base));
-            let place = if is_leaf {
+            let base = views.of(graph, source).0;
+            let place = if matches!(graph.node(base).op, Op::Leaf) {
                 let slot = match leaf_slot.get(base.index()).copied().flatten() {
                     Some(slot) => slot,
                     None => {
