@@ -19,6 +19,7 @@ mod node;
 mod op;
 mod plan;
 mod recompute;
+mod schedule;
 mod shape;
 mod shape_rule;
 
@@ -26,7 +27,7 @@ pub use device::{
     Arena, Arg, Call, Device, HostTensor, Leaf, Needs, Progress, Resident, Segment, Stop,
     Unsupported,
 };
-pub use dtype::DType;
+pub use dtype::{DType, Q8_ROWS_BLOCK};
 pub use error::{Code, Error, Fault, Invalid, Kind, Refusal, Result};
 pub use grad::{Backward, vjp};
 pub use node::{Graph, Node, NodeId, Pass};

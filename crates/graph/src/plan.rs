@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::schedule::schedule;
 use crate::*;
 
 /// Where an operand's storage is.
@@ -102,7 +103,9 @@ const ALIGN: usize = 64;
 pub fn plan(graph: &Graph, outputs: &[NodeId], device: &dyn Device) -> Result<Plan> {
     let live = live(graph, outputs)?;
     let views = Views::resolve(graph, &live, outputs, device)?;
-    let order = schedule(graph, &live, &views, outputs);
+    let steps = graph.ids().filter(|&id| flag(&live, id) && views.stored(graph, id));
+    let steps = steps.map(|id| (id, views.reads(graph, id))).collect();
+    let order = schedule(graph, steps, outputs);
     lay_out(graph, &views, &order, outputs, device)
 }
 
@@ -362,84 +365,6 @@ fn no_kernel(
         reason: format!("the device has no kernel for {what}"),
     }
     .into()
-}
-
-/// The order of steps: graph order, but a gradient node runs as soon as its operands are there
-/// if it frees at least as many bytes as it takes. So the loss of one slice of rows is
-/// differentiated before the logits of the next are computed.
-fn schedule(graph: &Graph, live: &[bool], views: &Views, outputs: &[NodeId]) -> Vec<NodeId> {
-    let n = graph.len();
-    let is_step = |id: NodeId| flag(live, id) && views.stored(graph, id);
-    let bytes = |id: NodeId| {
-        let node = graph.node(id);
-        node.shape.bytes(node.dtype).unwrap_or(0)
-    };
-    let mut reads: Vec<Vec<NodeId>> = vec![Vec::new(); n];
-    let mut readers: Vec<Vec<NodeId>> = vec![Vec::new(); n];
-    for id in graph.ids().filter(|&id| is_step(id)) {
-        let bases = views.reads(graph, id);
-        for b in &bases {
-            if let Some(list) = readers.get_mut(b.index()) {
-                list.push(id);
-            }
-        }
-        if let Some(list) = reads.get_mut(id.index()) {
-            *list = bases;
-        }
-    }
-    let list = |of: &Vec<Vec<NodeId>>, id: NodeId| of.get(id.index()).cloned().unwrap_or_default();
-    let mut waiting: Vec<usize> = readers.iter().map(Vec::len).collect();
-    for out in outputs {
-        if let Some(w) = waiting.get_mut(out.index()) {
-            *w += 1;
-        }
-    }
-    let mut done = vec![false; n];
-    let mut order = Vec::new();
-    let mut stack: Vec<NodeId> = Vec::new();
-    for id in graph.ids().filter(|&id| is_step(id)) {
-        if flag(&done, id) {
-            continue;
-        }
-        stack.push(id);
-        while let Some(id) = stack.pop() {
-            if flag(&done, id) {
-                continue;
-            }
-            if let Some(d) = done.get_mut(id.index()) {
-                *d = true;
-            }
-            order.push(id);
-            for b in list(&reads, id) {
-                if let Some(w) = waiting.get_mut(b.index()) {
-                    *w = w.saturating_sub(1);
-                }
-            }
-            // Readers of this value, and readers of operands that now have one reader left.
-            let mut candidates = list(&readers, id);
-            for b in list(&reads, id) {
-                candidates.extend(list(&readers, b));
-            }
-            candidates.sort();
-            candidates.dedup();
-            for c in candidates.into_iter().rev() {
-                let node = graph.node(c);
-                let bases = list(&reads, c);
-                if flag(&done, c)
-                    || node.pass != Pass::Backward
-                    || !bases.iter().all(|&b| flag(&done, b))
-                {
-                    continue;
-                }
-                let last = |b: &&NodeId| waiting.get(b.index()).copied() == Some(1);
-                let freed: usize = bases.iter().filter(last).map(|&b| bytes(b)).sum();
-                if freed >= bytes(c) {
-                    stack.push(c);
-                }
-            }
-        }
-    }
-    order
 }
 
 /// A value's storage: which steps it must survive, and how many bytes.

@@ -24,6 +24,9 @@ pub fn recompute(
     outputs: &[NodeId],
     policy: Recompute,
 ) -> Result<(Graph, Vec<NodeId>)> {
+    for &out in outputs {
+        graph.get(out)?;
+    }
     if policy == Recompute::None {
         return Ok((graph.clone(), outputs.to_vec()));
     }

@@ -6,6 +6,7 @@
 pub mod check;
 pub mod random;
 pub mod symbolic;
+pub mod toy;
 
 use std::sync::Arc;
 
