@@ -69,11 +69,9 @@ pub(crate) fn random_weight(dtype: DType, n: usize, k: usize, seed: u64) -> Vec<
     let len = shape.bytes(dtype).unwrap();
     match dtype {
         DType::F32 => random.floats(n * k).iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::F16 => random
-            .floats(n * k)
-            .iter()
-            .flat_map(|&x| f16::from_f32(x).to_le_bytes())
-            .collect(),
+        DType::F16 => {
+            random.floats(n * k).iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect()
+        }
         DType::BF16 => random
             .floats(n * k)
             .iter()
