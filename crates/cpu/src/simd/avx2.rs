@@ -138,13 +138,48 @@ unsafe fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
     }
 }
 
+/// The even and the odd elements of 16.
+///
+/// # Safety
+/// Needs AVX2.
+#[inline(always)]
+unsafe fn half_unzip(v: F) -> (__m256, __m256) {
+    // SAFETY: the caller's.
+    unsafe {
+        let order = |v: __m256| {
+            let v = _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v));
+            _mm256_castpd_ps(v)
+        };
+        let even = _mm256_shuffle_ps::<0x88>(v.0, v.1);
+        let odd = _mm256_shuffle_ps::<0xdd>(v.0, v.1);
+        (order(even), order(odd))
+    }
+}
+
+/// The inverse of [`half_unzip`].
+///
+/// # Safety
+/// Needs AVX2.
+#[inline(always)]
+unsafe fn half_zip(even: __m256, odd: __m256) -> F {
+    // SAFETY: the caller's.
+    unsafe {
+        let low = _mm256_unpacklo_ps(even, odd);
+        let high = _mm256_unpackhi_ps(even, odd);
+        F(
+            _mm256_permute2f128_ps::<0x20>(low, high),
+            _mm256_permute2f128_ps::<0x31>(low, high),
+        )
+    }
+}
+
 impl Simd for Avx2 {
     type F32 = F;
     type I32 = I;
     /// All ones or all zeros per lane.
     type Mask = F;
 
-    const ROWS: usize = 3;
+    const ROWS: usize = 2;
 
     memory! {
         fn load(from: *const f32) -> F =
@@ -292,5 +327,20 @@ impl Simd for Avx2 {
                 r[8 + i] = F(b[i], d[i]);
             }
         }
+    }
+
+    #[inline(always)]
+    fn unzip(self, a: F, b: F) -> (F, F) {
+        // SAFETY: `self` is the proof that the processor has the instructions.
+        unsafe {
+            let (a, b) = (half_unzip(a), half_unzip(b));
+            (F(a.0, b.0), F(a.1, b.1))
+        }
+    }
+
+    #[inline(always)]
+    fn zip(self, even: F, odd: F) -> (F, F) {
+        // SAFETY: `self` is the proof that the processor has the instructions.
+        unsafe { (half_zip(even.0, odd.0), half_zip(even.1, odd.1)) }
     }
 }

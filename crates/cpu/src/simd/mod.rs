@@ -228,6 +228,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn i32_reduce_max(self, a: Self::I32) -> i32;
     /// Transposes a 16 x 16 matrix of rows.
     fn transpose(self, rows: &mut [Self::F32; LANES]);
+    /// The even and the odd elements of the 32 in `a` and `b`.
+    fn unzip(self, a: Self::F32, b: Self::F32) -> (Self::F32, Self::F32);
+    /// The inverse of [`Simd::unzip`].
+    fn zip(self, even: Self::F32, odd: Self::F32) -> (Self::F32, Self::F32);
 
     #[inline(always)]
     fn zero(self) -> Self::F32 {

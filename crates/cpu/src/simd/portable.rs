@@ -81,7 +81,7 @@ impl Simd for Portable {
     type I32 = Lanes<i32>;
     type Mask = Lanes<bool>;
 
-    const ROWS: usize = 2;
+    const ROWS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes<f32> {
@@ -310,5 +310,24 @@ impl Simd for Portable {
                 rows[j].0[i] = x;
             }
         }
+    }
+
+    #[inline(always)]
+    fn unzip(self, a: Lanes<f32>, b: Lanes<f32>) -> (Lanes<f32>, Lanes<f32>) {
+        let (mut even, mut odd) = (a, b);
+        for i in 0..LANES / 2 {
+            (even.0[i], odd.0[i]) = (a.0[2 * i], a.0[2 * i + 1]);
+            (even.0[i + LANES / 2], odd.0[i + LANES / 2]) = (b.0[2 * i], b.0[2 * i + 1]);
+        }
+        (even, odd)
+    }
+    #[inline(always)]
+    fn zip(self, even: Lanes<f32>, odd: Lanes<f32>) -> (Lanes<f32>, Lanes<f32>) {
+        let (mut a, mut b) = (even, odd);
+        for i in 0..LANES / 2 {
+            (a.0[2 * i], a.0[2 * i + 1]) = (even.0[i], odd.0[i]);
+            (b.0[2 * i], b.0[2 * i + 1]) = (even.0[i + LANES / 2], odd.0[i + LANES / 2]);
+        }
+        (a, b)
     }
 }

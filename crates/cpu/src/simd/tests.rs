@@ -247,6 +247,8 @@ struct LanewiseOut {
     int_max: i32,
     stored: [i8; LANES],
     between: [f32; LANES],
+    unzipped: [f32; 32],
+    zipped: [f32; 32],
 }
 
 impl Task for Lanewise<'_> {
@@ -268,7 +270,17 @@ impl Task for Lanewise<'_> {
             s.store_i8(stored.as_mut_ptr(), s.i32_shl::<1>(ints));
             let mut between = [0.0; LANES];
             s.store(between.as_mut_ptr(), s.select(s.between(3, 11), s.splat(1.0), s.splat(2.0)));
+            let (a, b) = (s.load(self.0.as_ptr()), s.load(self.0.as_ptr().add(16)));
+            let (even, odd) = s.unzip(a, b);
+            let (mut unzipped, mut zipped) = ([0.0; 32], [0.0; 32]);
+            s.store(unzipped.as_mut_ptr(), even);
+            s.store(unzipped.as_mut_ptr().add(16), odd);
+            let (a, b) = s.zip(even, odd);
+            s.store(zipped.as_mut_ptr(), a);
+            s.store(zipped.as_mut_ptr().add(16), b);
             LanewiseOut {
+                unzipped,
+                zipped,
                 transposed,
                 sum,
                 max,
@@ -300,6 +312,10 @@ fn lanes_move_and_fold_alike_in_every_family() {
         assert_eq!(got.max, matrix[48..64].iter().copied().fold(f32::MIN, f32::max));
         assert_eq!(got.int_sum, ints.iter().map(|&i| i32::from(i)).sum::<i32>());
         assert_eq!(got.int_max, 7 * 13);
+        assert_eq!(got.zipped, matrix[..32]);
+        for i in 0..32 {
+            assert_eq!(got.unzipped[i], matrix[i % 16 * 2 + i / 16]);
+        }
         for i in 0..LANES {
             assert_eq!(got.stored[i], (2 * i32::from(ints[i])).clamp(-128, 127) as i8);
             assert_eq!(got.between[i], if (3..11).contains(&i) { 1.0 } else { 2.0 });
