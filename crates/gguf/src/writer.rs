@@ -36,10 +36,10 @@ pub fn write<'a>(
     writer.finish()
 }
 
-/// As [`write`], into memory.
+/// As [`write()`], into memory.
 ///
 /// # Errors
-/// As [`write`], but for the system's.
+/// As [`write()`], but for the system's.
 pub fn encode<'a>(
     metadata: &Metadata,
     tensors: impl IntoIterator<Item = (TensorInfo, Cow<'a, [u8]>)>,
@@ -72,7 +72,7 @@ impl Writer {
     /// written, in order.
     ///
     /// # Errors
-    /// As [`write`].
+    /// As [`write()`].
     pub fn create(
         path: impl AsRef<Path>,
         metadata: &Metadata,

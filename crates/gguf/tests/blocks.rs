@@ -91,16 +91,17 @@ fn decoded_fields_agree_with_each_other() {
 fn conversions_to_q8_0_f16_and_bf16_equal_the_gguf_package() {
     let gguf = fixture();
     let input = f32s(&gguf, "to.input");
-    type Quantize = fn(&[f32], &mut [u8]) -> Result<(), gguf::Error>;
-    let cases: [(&str, Quantize); 3] = [
-        ("to.Q8_0", blocks::quantize_q8_0),
-        ("to.F16", blocks::quantize_f16),
-        ("to.BF16", blocks::quantize_bf16),
+    let cases = [
+        ("to.input", TensorType::F32),
+        ("to.Q8_0", TensorType::Q8_0),
+        ("to.F16", TensorType::F16),
+        ("to.BF16", TensorType::BF16),
     ];
-    for (name, quantize) in cases {
+    for (name, ty) in cases {
         let expected = gguf.require(name).unwrap();
+        assert_eq!(expected.info.ty, ty);
         let mut found = vec![0xAA; expected.bytes.len()];
-        quantize(&input, &mut found).unwrap();
+        blocks::quantize(ty, &input, &mut found).unwrap();
         assert!(found == expected.bytes, "{name}");
     }
 }

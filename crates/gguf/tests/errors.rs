@@ -443,6 +443,16 @@ fn messages_of_blocks() {
             "type BF16 cannot be taken apart into blocks; expected a quantized type; choose \
              another type",
         ),
+        (
+            blocks::quantize(TensorType::Q4K, &[0.0; 256], &mut [0; 144]),
+            "type Q4_K cannot be made from f32; expected F32, F16, BF16 or Q8_0; choose another \
+             type",
+        ),
+        (
+            blocks::quantize(TensorType::F32, &[0.0; 2], &mut [0; 9]),
+            "9 bytes of F32 and 2 elements do not match; expected 4 bytes for each 1 elements; \
+             pass whole blocks",
+        ),
     ];
     for (result, message) in cases {
         let error = result.unwrap_err();

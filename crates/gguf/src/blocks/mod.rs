@@ -81,6 +81,30 @@ fn fill<const N: usize>(out: &mut [f32], bytes: &[u8], value: impl Fn([u8; N]) -
     }
 }
 
+/// Stores f32 values as one of the types that can be made here: F32, F16, BF16 and Q8_0; `out`
+/// is the whole blocks they take.
+///
+/// # Errors
+/// The lengths do not match, or the type is another.
+pub fn quantize(ty: TensorType, values: &[f32], out: &mut [u8]) -> Result<(), Error> {
+    match ty {
+        TensorType::F32 => {
+            check_lengths(ty, out.len(), values.len())?;
+            for (out, x) in out.as_chunks_mut().0.iter_mut().zip(values) {
+                *out = x.to_le_bytes();
+            }
+            Ok(())
+        }
+        TensorType::F16 => quantize_f16(values, out),
+        TensorType::BF16 => quantize_bf16(values, out),
+        TensorType::Q8_0 => quantize_q8_0(values, out),
+        _ => {
+            let (what, expected) = ("made from f32", "F32, F16, BF16 or Q8_0");
+            Err(ErrorKind::Conversion { ty: ty.name(), what, expected }.into())
+        }
+    }
+}
+
 /// Quantizes to Q8_0, as ggml's `quantize_row_q8_0_ref` does: per 32 elements d = max|x| / 127,
 /// stored as f16, and codes round(x / d) with the unrounded d, halves away from zero.
 ///
