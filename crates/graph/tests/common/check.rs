@@ -4,13 +4,21 @@ use gradus_graph::*;
 
 use super::symbolic;
 
-/// The most bytes alive at once: a lower bound of any arena.
-pub fn peak(plan: &Plan) -> usize {
-    let lives = lives(plan);
-    (0..=plan.steps.len())
-        .map(|t| lives.iter().filter(|l| l.from <= t && t <= l.to).map(|l| l.end - l.start).sum())
-        .max()
-        .unwrap_or(0)
+/// The most bytes alive at once, each value rounded up to `align`: with 1, a lower bound of any
+/// arena.
+pub fn peak(plan: &Plan, align: usize) -> usize {
+    let mut change = vec![0isize; plan.steps.len() + 2];
+    for life in lives(plan) {
+        let bytes = (life.end - life.start).next_multiple_of(align) as isize;
+        change[life.from] += bytes;
+        change[life.to + 1] -= bytes;
+    }
+    let (mut live, mut most) = (0, 0);
+    for c in change {
+        live += c;
+        most = most.max(live);
+    }
+    most as usize
 }
 
 /// One value in the arena: its bytes, and the steps from its writer to its last reader.
@@ -73,7 +81,7 @@ pub fn check(graph: &Graph, outputs: &[NodeId], plan: &Plan) {
         }
     }
     assert_eq!(plan.arena_bytes, lives.iter().map(|l| l.end).max().unwrap_or(0), "arena bytes");
-    assert!(plan.arena_bytes >= peak(plan), "an arena smaller than what lives in it");
+    assert!(plan.arena_bytes >= peak(plan, 1), "an arena smaller than what lives in it");
 
     let mut seen = vec![false; graph.len()];
     let mut copies = 0;
