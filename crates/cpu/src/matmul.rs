@@ -1,7 +1,257 @@
-//! Matrix products.
+//! Matrix products: which kernel a product takes, and its grid of tiles.
+//!
+//! A tile is a block of rows times a block of panels of 16 columns. The grid follows from shapes
+//! alone; no bit of the result follows from the grid.
 
 mod codes;
-pub(crate) mod quantized;
+mod float;
+mod quantized;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 mod unpack;
+
+use graph::{Arg, Call, DType, Needs, Op, Unsupported};
+
+use crate::dot::drive;
+use crate::job::{Input, Job, Scratch};
+use crate::pack::{Geometry, PANEL, UNIT};
+use float::{Float, Right, Strided};
+
+/// The sizes of the blocks that `rows` rows are cut into: as many as possible of `largest`,
+/// then 4, 2 and 1. Pairs of first row and number of rows.
+fn blocks(rows: usize, largest: usize) -> impl Iterator<Item = (usize, usize)> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let size = match rows - at {
+            0 => return None,
+            n if n >= largest => largest,
+            n if n >= 4 && largest > 4 => 4,
+            n if n >= 2 => 2,
+            _ => 1,
+        };
+        at += size;
+        Some((at - size, size))
+    })
+}
+
+/// How a product is cut.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+struct Grid {
+    /// Products that share the grid: the leading dimensions.
+    batch: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    rows: usize,
+    panels: usize,
+}
+
+impl Grid {
+    fn row_tiles(&self) -> usize {
+        self.m.div_ceil(self.rows)
+    }
+
+    fn panel_tiles(&self) -> usize {
+        self.n.div_ceil(PANEL).div_ceil(self.panels)
+    }
+
+    fn tiles(&self) -> usize {
+        self.batch * self.row_tiles() * self.panel_tiles()
+    }
+}
+
+/// What kind of product a call is.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+enum Kind {
+    /// Quantized rows times a packed weight of a block format.
+    Quantized,
+    /// f32 times a packed `[N, K]` of floats.
+    Packed,
+    /// f32 times a packed `[K, N]`.
+    Transposed,
+    /// f32 times floats in memory.
+    Memory,
+}
+
+/// Products of multiply and add that a thread does in about half a millisecond, at most.
+const MOST: usize = 32 << 20;
+
+/// As many as make claiming a tile worth while.
+const LEAST: usize = 1 << 18;
+
+/// Tiles that a product is cut into where its size permits.
+const TILES: usize = 16;
+
+/// Bytes of rows that stay in the second-level cache beside a few panels.
+const ROW_BYTES: usize = 512 << 10;
+
+/// Rows that make what is done once per panel cheap; more would only make what is done once per
+/// row less so.
+const ROWS: usize = 192;
+
+/// Dimensions of the product: leading dimensions, rows, columns, reduced. A packed right operand
+/// is shared by all rows, so that leading dimensions are rows where the left one's layout says so.
+fn sizes(a: &Arg, b: &Arg, out: &Arg, ta: bool) -> (usize, usize, usize, usize) {
+    let rank = out.shape.rank();
+    let (m, n) = (out.shape.dim(rank.wrapping_sub(2)), out.shape.cols());
+    let k = if ta { a.shape.dim(a.shape.rank().wrapping_sub(2)) } else { a.shape.cols() };
+    let batch = out.shape.dims().iter().rev().skip(2).product();
+    let one_matrix = b.shape.dims().iter().rev().skip(2).all(|&d| d == 1);
+    let same = a.shape.rows() == out.shape.rows();
+    if !ta && one_matrix && same && a.row_stride().is_some() {
+        return (1, batch * m, n, k);
+    }
+    (batch, m, n, k)
+}
+
+fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
+    let (batch, m, n, k) = sizes(a, b, out, ta);
+    let all = n.div_ceil(PANEL).max(1);
+    let depth = (k * PANEL).max(1);
+    let total = batch.saturating_mul(m).saturating_mul(all).saturating_mul(depth);
+    let goal = (total / TILES).clamp(LEAST, MOST);
+    let (rows, panels) = match kind {
+        Kind::Quantized | Kind::Packed => {
+            let bytes = if kind == Kind::Quantized { k + k / UNIT * 8 } else { k * 4 };
+            let cached = (ROW_BYTES / bytes.max(1)).next_multiple_of(24).clamp(48, ROWS);
+            let rows = m.div_ceil(m.div_ceil(cached).max(1)).next_multiple_of(24).min(m);
+            // One row takes as long as several: its time is the weight's way from memory.
+            let panels = (goal / depth / rows.max(6)).clamp(1, all);
+            (rows, if panels > 3 { panels / 3 * 3 } else { panels })
+        }
+        Kind::Transposed | Kind::Memory => {
+            // What is unpacked for a tile is worth it for many rows only, and pairs of panels
+            // make whole units.
+            let units = (goal / depth).max(1);
+            let panels = [12, 6, 2].into_iter().find(|p| units / p >= 96).unwrap_or(2);
+            let rows = (units / panels).next_multiple_of(24).max(72);
+            let rows = m.div_ceil(m.div_ceil(rows).max(1)).next_multiple_of(24).min(m);
+            let panels = (units / rows.max(1)).clamp(panels, float::TILE_PANELS) / 2 * 2;
+            (rows, panels)
+        }
+    };
+    Grid { batch, m, n, k, rows: rows.max(1), panels: panels.max(1) }
+}
+
+/// The kind of a product, or why there is none.
+fn kind(a: &Arg, b: &Arg, tb: bool) -> Result<Kind, Unsupported> {
+    let no = |what: String| Err(Unsupported::Kernel(what));
+    if a.resident {
+        return no("a packed left operand".into());
+    }
+    if !b.resident {
+        return match (a.dtype, b.dtype) {
+            (DType::F32, DType::F32 | DType::F16 | DType::BF16) => Ok(Kind::Memory),
+            (DType::F32 | DType::Q8Rows, DType::Block(_)) => {
+                no(format!("a {} matrix that was not loaded as a weight", b.dtype))
+            }
+            (a, b) => no(format!("a product of {a} and {b}")),
+        };
+    }
+    if b.shape.rank() != 2 || Geometry::new(b.dtype, b.shape.dim(0), b.shape.cols()).is_none() {
+        return no(format!("a packed {} of shape {}", b.dtype, b.shape));
+    }
+    match (a.dtype, b.dtype, tb) {
+        (DType::Q8Rows, DType::Block(_), true) if a.is_contiguous() => Ok(Kind::Quantized),
+        (DType::Q8Rows, DType::Block(_), true) => Err(Unsupported::Layout(0)),
+        (DType::F32, DType::F32 | DType::F16 | DType::BF16, true) => Ok(Kind::Packed),
+        (DType::F32, _, false) => Ok(Kind::Transposed),
+        (a, b, _) => no(format!("a product of {a} and {b}")),
+    }
+}
+
+/// What a product needs: any layout of floats is read in place, a block format must be packed.
+pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
+    let (&Op::MatMul { ta, tb }, [a, b]) = (call.op, call.args) else {
+        return Err(Unsupported::Kernel(format!("{} as a product", call.op.name())));
+    };
+    let kind = kind(a, b, tb)?;
+    let grid = grid(kind, a, b, &call.out, ta);
+    let scratch = match kind {
+        Kind::Packed => 0,
+        Kind::Quantized => match Geometry::new(b.dtype, b.shape.dim(0), b.shape.cols()) {
+            Some(g) => quantized::scratch(&g, grid.rows),
+            None => 0,
+        },
+        Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels) * 4,
+    };
+    Ok(Needs { scratch })
+}
+
+/// A job's product: its kind, grid, and whether the operands are transposed.
+fn product(job: &Job<'_>) -> Option<(Kind, Grid, bool, bool)> {
+    let &Op::MatMul { ta, tb } = job.op else { return None };
+    let (a, b) = (job.inputs.first()?.arg, job.inputs.get(1)?.arg);
+    let kind = kind(&a, &b, tb).ok()?;
+    Some((kind, grid(kind, &a, &b, &job.out, ta), ta, tb))
+}
+
+/// The number of tiles.
+pub(crate) fn tiles(job: &Job<'_>) -> usize {
+    product(job).map_or(0, |(_, grid, ..)| grid.tiles())
+}
+
+/// Runs one tile.
+pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
+    let Some((kind, grid, ta, tb)) = product(job) else { return };
+    let (a, b) = (job.input(0), job.input(1));
+    let (row_tiles, panel_tiles) = (grid.row_tiles(), grid.panel_tiles());
+    // Panels inside of rows: neighbouring tiles share rows of `a`.
+    let (batch, tile) = (tile / (row_tiles * panel_tiles), tile % (row_tiles * panel_tiles));
+    let (row, panel) = (tile / panel_tiles * grid.rows, tile % panel_tiles * grid.panels);
+    let rows = row..(row + grid.rows).min(grid.m);
+    let panels = panel..(panel + grid.panels).min(grid.n.div_ceil(PANEL));
+    let out = job.out::<f32>().wrapping_add(batch * grid.m * grid.n);
+    let (right, floats) = match (kind, b.matrix()) {
+        (Kind::Quantized, Some(weight)) => {
+            let bytes = quantized::scratch(weight.geometry(), rows.len());
+            let scratch = scratch.take(bytes / 4).as_mut_ptr().cast();
+            let x = a.bytes();
+            drive(job.isa, quantized::Forward { weight, x, rows, panels, out, scratch });
+            return;
+        }
+        (Kind::Packed, Some(weight)) => (Right::Packed(weight), 0),
+        (Kind::Transposed, Some(weight)) => {
+            (Right::Transposed(weight), float::scratch_floats(panels.len()))
+        }
+        _ => {
+            let floats = float::scratch_floats(panels.len());
+            match b.arg.dtype {
+                DType::F32 => (Right::F32(strided(&b, &job.out, batch, tb)), floats),
+                DType::F16 => (Right::F16(strided(&b, &job.out, batch, tb)), floats),
+                DType::BF16 => (Right::BF16(strided(&b, &job.out, batch, tb)), floats),
+                _ => return,
+            }
+        }
+    };
+    let a = match a.arg.row_stride() {
+        // Rows of all leading dimensions as one matrix.
+        Some(stride) if grid.batch == 1 && !ta => Strided { start: a.ptr(), row: stride, col: 1 },
+        _ => strided(&a, &job.out, batch, ta),
+    };
+    let scratch = scratch.take(floats).as_mut_ptr();
+    let (k, n) = (grid.k, grid.n);
+    drive(job.isa, Float { a, b: right, k, n, rows, panels, out, scratch });
+}
+
+/// The matrix of an operand that belongs to matrix `batch` of the result. Dimensions of size 1
+/// stretch.
+fn strided<T>(x: &Input<'_>, out: &Arg, batch: usize, transposed: bool) -> Strided<T> {
+    let rank = x.arg.shape.rank();
+    let mut start = x.ptr::<T>();
+    let mut rest = batch;
+    for back in 2..out.shape.rank() {
+        let size = out.shape.dim(out.shape.rank() - 1 - back);
+        let index = rest % size.max(1);
+        rest /= size.max(1);
+        if let Some(dim) = rank.checked_sub(1 + back)
+            && x.arg.shape.dim(dim) != 1
+        {
+            start = start.wrapping_add(index * x.stride(dim));
+        }
+    }
+    let (row, col) = (x.stride(rank.wrapping_sub(2)), x.stride(rank.wrapping_sub(1)));
+    if transposed { Strided { start, row: col, col: row } } else { Strided { start, row, col } }
+}

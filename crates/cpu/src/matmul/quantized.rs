@@ -15,6 +15,7 @@
 
 use std::ops::Range;
 
+use super::blocks;
 use super::codes::{Bytes, Codes, Planes, Quads, Table};
 use super::unpack::{ExpandScales, expand_quads};
 use crate::dot::{Dot, Driver, Kernel, MIDDLE, NARROW, WIDE, offset};
@@ -63,22 +64,6 @@ fn layout(g: &Geometry, rows: usize, panels: usize) -> Scratch {
 /// Scratch bytes of a tile of this many rows, for any family.
 pub(crate) fn scratch(g: &Geometry, rows: usize) -> usize {
     layout(g, rows, 2).end
-}
-
-/// The sizes of the blocks that `rows` rows are cut into, largest first.
-fn blocks(rows: usize, largest: usize) -> impl Iterator<Item = (usize, usize)> {
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let size = match rows - at {
-            0 => return None,
-            n if n >= largest => largest,
-            n if n >= 4 && largest > 4 => 4,
-            n if n >= 2 => 2,
-            _ => 1,
-        };
-        at += size;
-        Some((at - size, size))
-    })
 }
 
 impl Driver for Forward<'_> {
