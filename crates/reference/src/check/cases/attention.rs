@@ -1,0 +1,316 @@
+//! Cases of attention.
+//!
+//! The first row of a sequence without a prefix sees one key, so the gradient of its query is
+//! zero but for rounding, and so are all where a window is one row wide. Such elements are few
+//! in every case, or not asked for.
+
+use gguf::TensorType;
+use graph::{
+    AttentionAttrs, AttentionOperand, DType, GluKind, Invalid, NodeId, Op, RopeAngles, RopeStyle,
+};
+
+use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View, Wider};
+
+/// No window, cap or prefix; the scale of heads 8 wide.
+pub fn plain() -> AttentionAttrs {
+    AttentionAttrs { scale: 0.353_6.into(), window: None, softcap: None, prefix: false }
+}
+
+const Q8_0: DType = DType::Block(TensorType::Q8_0);
+
+/// The cached prefixes of a case.
+#[derive(Copy, Clone)]
+struct Cache {
+    dtype: DType,
+    /// Positions per page.
+    page: usize,
+}
+
+/// What a case's operands look like.
+#[derive(Copy, Clone)]
+struct Setup {
+    window: Option<u32>,
+    softcap: Option<f32>,
+    /// Query heads and key heads.
+    heads: (usize, usize),
+    /// Widths of keys and of values.
+    widths: (usize, usize),
+    rows: usize,
+    seqs: &'static [[i32; 3]],
+    cache: Option<Cache>,
+    /// How q, k and v lie.
+    view: View,
+}
+
+/// One sequence, two query heads for each key head.
+const BASE: Setup = Setup {
+    window: None,
+    softcap: None,
+    heads: (4, 2),
+    widths: (8, 8),
+    rows: 14,
+    seqs: &[[0, 14, 0]],
+    cache: None,
+    view: View::Plain,
+};
+
+/// Sequences of several lengths, an empty one, and rows of none in front, between and behind.
+const PACKED: Setup = Setup {
+    rows: 30,
+    seqs: &[[1, 12, 0], [14, 1, 0], [20, 0, 0], [15, 11, 0], [30, 0, 0]],
+    ..BASE
+};
+
+/// The sequences of [`PACKED`] with prefixes that fill no page, one, and more than one.
+const CONTINUED: Setup = Setup {
+    rows: 22,
+    seqs: &[[13, 5, 4], [1, 7, 9], [8, 1, 1], [10, 0, 3], [9, 3, 0]],
+    cache: Some(Cache { dtype: DType::F32, page: 4 }),
+    ..BASE
+};
+
+struct Operands {
+    attrs: AttentionAttrs,
+    q: NodeId,
+    k: NodeId,
+    v: NodeId,
+    seqs: NodeId,
+    /// Pages of keys and of values, and the table.
+    prefix: Vec<NodeId>,
+}
+
+impl Setup {
+    fn attrs(&self) -> AttentionAttrs {
+        AttentionAttrs {
+            scale: (1.0 / (self.widths.0 as f32).sqrt()).into(),
+            window: self.window,
+            softcap: self.softcap.map(Into::into),
+            prefix: self.cache.is_some(),
+        }
+    }
+
+    fn operands(&self, g: &mut CaseGraph) -> Result<Operands, Invalid> {
+        let ((hq, hkv), (width, v_width)) = (self.heads, self.widths);
+        let q = g.viewed("q", &[self.rows, hq, width], self.view, Fill::Signed)?;
+        let k = g.viewed("k", &[self.rows, hkv, width], self.view, Fill::Signed)?;
+        let v = g.viewed("v", &[self.rows, hkv, v_width], self.view, Fill::Signed)?;
+        let seqs = g.ints("seqs", &[self.seqs.len(), 3], self.seqs.as_flattened())?;
+        let prefix = match self.cache {
+            None => Vec::new(),
+            Some(cache) => self.prefix(g, cache)?,
+        };
+        Ok(Operands { attrs: self.attrs(), q, k, v, seqs, prefix })
+    }
+
+    /// Pages in an order that is not the table's, with one that nobody uses.
+    fn prefix(&self, g: &mut CaseGraph, cache: Cache) -> Result<Vec<NodeId>, Invalid> {
+        let pages_of = |cached: i32| usize::try_from(cached).unwrap_or(0).div_ceil(cache.page);
+        let columns = self.seqs.iter().map(|s| pages_of(s[2])).max().unwrap_or(0).max(1);
+        let used: usize = self.seqs.iter().map(|s| pages_of(s[2])).sum();
+        let mut table = vec![0; self.seqs.len() * columns];
+        let mut next = used as i32;
+        for (row, seq) in table.chunks_mut(columns).zip(self.seqs) {
+            for page in row.iter_mut().take(pages_of(seq[2])) {
+                *page = next;
+                next -= 1;
+            }
+        }
+        let ((_, hkv), (width, v_width)) = (self.heads, self.widths);
+        let refused = g.refused();
+        let mut pages = Vec::new();
+        for (name, width) in [("k pages", width), ("v pages", v_width)] {
+            let dims = [used + 1, cache.page, hkv, width];
+            let node = g.float_of(name, &dims, cache.dtype, Fill::Signed)?;
+            g.expect(node, refused);
+            pages.push(node);
+        }
+        pages.push(g.ints("table", &[self.seqs.len(), columns], &table)?);
+        Ok(pages)
+    }
+
+    fn attention(&self, g: &mut CaseGraph) -> Made {
+        let Operands { attrs, q, k, v, seqs, prefix } = self.operands(g)?;
+        let mut args = vec![q, k, v, seqs];
+        args.extend(prefix);
+        g.graph.push(Op::Attention(attrs), &args, "y")
+    }
+}
+
+/// The setups that all three ops are checked on.
+fn setups() -> Vec<(String, Setup)> {
+    let mut all: Vec<(String, Setup)> = Vec::new();
+    let mut add = |name: &str, setup: Setup| all.push((name.into(), setup));
+    for heads in [(1, 1), (8, 8), (8, 2), (8, 1), (6, 3), (4, 2)] {
+        let (hq, hkv) = heads;
+        add(&format!("{hq} heads on {hkv}"), Setup { heads, ..BASE });
+        add(&format!("{hq} heads on {hkv}, packed"), Setup { heads, ..PACKED });
+        add(&format!("{hq} heads on {hkv}, prefixes"), Setup { heads, ..CONTINUED });
+    }
+    for widths in [(8, 12), (5, 3), (64, 64), (32, 16)] {
+        let (k, v) = widths;
+        add(&format!("widths {k} and {v}"), Setup { widths, ..BASE });
+        add(&format!("widths {k} and {v}, prefixes"), Setup { widths, ..CONTINUED });
+    }
+    for window in [2, 3, 8, 1000] {
+        let name = format!("a window of {window}");
+        let window = Some(window);
+        add(&name, Setup { window, rows: 20, seqs: &[[0, 20, 0]], ..BASE });
+        add(&format!("{name}, packed"), Setup { window, ..PACKED });
+        add(&format!("{name}, prefixes"), Setup { window, ..CONTINUED });
+    }
+    for softcap in [1.5, 30.0] {
+        let name = format!("a cap of {softcap}");
+        let softcap = Some(softcap);
+        add(&name, Setup { softcap, ..BASE });
+        add(&format!("{name}, packed"), Setup { softcap, ..PACKED });
+        add(&format!("{name}, prefixes"), Setup { softcap, ..CONTINUED });
+        let window = Some(4);
+        add(&format!("{name} and a window, packed"), Setup { softcap, window, ..PACKED });
+        add(&format!("{name} and a window, prefixes"), Setup { softcap, window, ..CONTINUED });
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16, Q8_0] {
+        for page in [1, 5, 16] {
+            let cache = Some(Cache { dtype, page });
+            let widths = (32, 64);
+            add(&format!("{dtype} pages of {page}"), Setup { cache, widths, ..CONTINUED });
+        }
+        let cache = Some(Cache { dtype, page: 8 });
+        let (widths, window) = ((32, 32), Some(6));
+        let (rows, seqs): (usize, &[[i32; 3]]) = (6, &[[0, 1, 30], [1, 4, 3], [5, 1, 16]]);
+        add(
+            &format!("{dtype} pages, one row each, and a window"),
+            Setup { cache, widths, window, rows, seqs, ..BASE },
+        );
+    }
+    all
+}
+
+pub fn attention(c: &mut Cases) {
+    for (name, setup) in setups() {
+        c.add(name, move |g| setup.attention(g));
+    }
+    c.add("a window of one row", |g| {
+        let setup = Setup { window: Some(1), ..PACKED };
+        let y = setup.attention(g)?;
+        for leaf in ["q", "k"].map(|name| g.graph.find_leaf(name)).into_iter().flatten() {
+            g.expect(leaf, Expected::Nothing);
+        }
+        Ok(y)
+    });
+    for view in [View::Columns, View::Rows, View::Transposed, View::TransposedColumns] {
+        c.add(format!("{view:?}"), move |g| {
+            g.cotangent_viewed(&[14, 4, 8], view)?;
+            Setup { view, ..BASE }.attention(g)
+        });
+    }
+    c.add("one tensor is all of q, k and v", |g| {
+        let x = g.float("x", &[14, 4, 8], Fill::Signed)?;
+        let seqs = g.ints("seqs", &[1, 3], &[0, 14, 0])?;
+        g.graph.push(Op::Attention(plain()), &[x, x, x, seqs], "y")
+    });
+    c.add("one fused projection", |g| {
+        let qkv = g.float("qkv", &[14, 4 * 8 + 2 * 8 + 2 * 8], Fill::Signed)?;
+        let q = g.graph.slice(qkv, 1, 0, 32)?;
+        let q = g.graph.reshape(q, &[14, 4, 8])?;
+        let k = g.graph.slice(qkv, 1, 32, 16)?;
+        let k = g.graph.reshape(k, &[14, 2, 8])?;
+        let v = g.graph.slice(qkv, 1, 48, 16)?;
+        let v = g.graph.reshape(v, &[14, 2, 8])?;
+        let seqs = g.ints("seqs", &[1, 3], &[0, 14, 0])?;
+        g.graph.push(Op::Attention(plain()), &[q, k, v, seqs], "y")
+    });
+    c.add("a block of a transformer", block).device_bound =
+        Some(Wider { bound: 1e-4, reason: "the f32 rounding of some twenty ops in a row adds up" });
+    c.add("keys and values rounded as a cache would", |g| {
+        let q = g.float("q", &[14, 4, 32], Fill::Signed)?;
+        let k = g.float("k", &[14, 2, 32], Fill::Signed)?;
+        let v = g.float("v", &[14, 2, 32], Fill::Signed)?;
+        let seqs = g.ints("seqs", &[1, 3], &[0, 14, 0])?;
+        let k = g.graph.round(k, DType::F16)?;
+        let v = g.graph.round(v, Q8_0)?;
+        g.graph.push(Op::Attention(plain()), &[q, k, v, seqs], "y")
+    });
+}
+
+/// A block of a transformer: everything between two values of the residual stream.
+fn block(g: &mut CaseGraph) -> Made {
+    let (rows, width, heads, head) = (14, 24, 4, 8);
+    let x = g.float("x", &[rows, width], Fill::Signed)?;
+    let pos = g.ints("pos", &[rows], &std::array::from_fn::<i32, 14, _>(|t| t as i32))?;
+    let seqs = g.ints("seqs", &[1, 3], &[0, rows as i32, 0])?;
+    for leaf in [pos, seqs] {
+        g.expect(leaf, Expected::Nothing);
+    }
+    let angles =
+        RopeAngles { dims: head, base: 10_000.0.into(), freq_scale: 1.0.into(), factors: false };
+    let table = g.graph.push(Op::RopeTable(angles), &[pos], "rope")?;
+    let linear = |g: &mut CaseGraph, name: &str, x: NodeId, n: usize| {
+        let k = g.graph.node(x).shape.cols();
+        // Near 1 / sqrt(k), so that values keep their size.
+        let w = g.float_of(name, &[n, k], DType::F16, Fill::Between(-0.4, 0.4))?;
+        g.expect(w, Expected::Nothing);
+        g.graph.project(x, w)
+    };
+    let weight = g.float("attention norm", &[width], Fill::POSITIVE)?;
+    let y = g.graph.rms_norm(x, weight, 1e-5)?;
+    let project = |g: &mut CaseGraph, name: &str, heads: usize, turned: bool| {
+        let y = linear(g, name, y, heads * head)?;
+        let y = g.graph.reshape(y, &[rows, heads, head])?;
+        let style = RopeStyle::Halves;
+        match turned {
+            true => g.graph.push(Op::Rope { style, inverse: false }, &[y, table], name),
+            false => Ok(y),
+        }
+    };
+    let q = project(g, "q", heads, true)?;
+    let k = project(g, "k", heads / 2, true)?;
+    let v = project(g, "v", heads / 2, false)?;
+    let y = g.graph.push(Op::Attention(plain()), &[q, k, v, seqs], "attention")?;
+    let y = g.graph.reshape(y, &[rows, heads * head])?;
+    let y = linear(g, "out", y, width)?;
+    let x = g.graph.add(x, y)?;
+    let weight = g.float("feed-forward norm", &[width], Fill::POSITIVE)?;
+    let y = g.graph.rms_norm(x, weight, 1e-5)?;
+    let gate = linear(g, "gate", y, 32)?;
+    let up = linear(g, "up", y, 32)?;
+    let y = g.graph.push(Op::Glu(GluKind::Swiglu), &[gate, up], "glu")?;
+    let y = linear(g, "down", y, width)?;
+    g.graph.add(x, y)
+}
+
+pub fn stats(c: &mut Cases) {
+    for (name, setup) in setups() {
+        c.add(name, move |g| {
+            let Operands { attrs, q, k, seqs, prefix, .. } = setup.operands(g)?;
+            let refused = g.refused();
+            g.expect_all(refused);
+            // Not read, so not in the graph's output.
+            for leaf in ["v", "v pages"].map(|name| g.graph.find_leaf(name)).into_iter().flatten() {
+                g.expect(leaf, Expected::Nothing);
+            }
+            let mut args = vec![q, k, seqs];
+            args.extend(prefix.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, node)| node));
+            g.graph.push(Op::AttentionStats(attrs), &args, "y")
+        });
+    }
+}
+
+pub fn back(c: &mut Cases) {
+    for (name, setup) in setups() {
+        for wrt in [AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V] {
+            let op = move |g: &mut CaseGraph| {
+                let Operands { attrs, q, k, v, seqs, prefix } = setup.operands(g)?;
+                let (rows, heads) = (setup.rows, setup.heads.0);
+                let lse = g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?;
+                let delta = g.float("delta", &[rows, heads], Fill::Signed)?;
+                let dout = g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?;
+                let refused = g.refused();
+                g.expect_all(refused);
+                let mut args = vec![q, k, v, seqs, lse, delta, dout];
+                args.extend(prefix);
+                g.graph.push(Op::AttentionBack { attrs, wrt }, &args, "y")
+            };
+            c.add(format!("{wrt:?}, {name}"), op);
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Cases of ops that work element by element.
+
+use graph::{Binary, GluKind, GluOperand, Op, Unary};
+
+use crate::check::{Cases, Expected, Fill, View};
+
+/// Where a function is checked: where it has a value, and its derivative is not near 0.
+fn domain(f: Unary) -> Fill {
+    match f {
+        Unary::Tanh | Unary::Exp => Fill::Between(-2.0, 2.0),
+        Unary::Sigmoid => Fill::Between(-3.0, 3.0),
+        // Their minimums are at -1.28 and -0.75.
+        Unary::Silu => Fill::Outside(-1.7, -0.9),
+        Unary::Gelu => Fill::Outside(-1.1, -0.4),
+        Unary::Log => Fill::Between(0.2, 3.0),
+    }
+}
+
+/// Shapes of every rank, odd widths and single rows included.
+const SHAPES: [&[usize]; 8] =
+    [&[], &[1], &[7], &[1, 9], &[5, 1], &[3, 5], &[2, 3, 4], &[2, 2, 3, 17]];
+
+/// Plain and strided sources, and plain and strided cotangents: sources alone, cotangents
+/// alone, both.
+fn strides() -> impl Iterator<Item = (View, View)> {
+    View::STRIDED
+        .into_iter()
+        .flat_map(|view| [(view, View::Plain), (View::Plain, view), (view, view)])
+}
+
+const STRIDED_SHAPES: [&[usize]; 2] = [&[4, 6], &[2, 3, 5]];
+
+pub fn unary(c: &mut Cases, f: Unary) {
+    for dims in SHAPES {
+        c.add(format!("{dims:?}"), move |g| {
+            let x = g.float("x", dims, domain(f))?;
+            g.graph.unary(f, x)
+        });
+    }
+    for dims in STRIDED_SHAPES {
+        for (source, cotangent) in strides() {
+            c.add(format!("{dims:?} {source:?}, cotangent {cotangent:?}"), move |g| {
+                let x = g.viewed("x", dims, source, domain(f))?;
+                g.cotangent_viewed(dims, cotangent)?;
+                g.graph.unary(f, x)
+            });
+        }
+    }
+    c.add("twice", move |g| {
+        // Two uses of one value: their gradients are added.
+        let x = g.float("x", &[4, 6], domain(f))?;
+        let y = g.graph.unary(f, x)?;
+        g.graph.mul(y, x)
+    });
+}
+
+pub fn affine(c: &mut Cases) {
+    for (scale, bias) in [(2.5, 0.0), (-0.125, 3.0), (1.0, -1.5)] {
+        for dims in SHAPES {
+            c.add(format!("{scale} x + {bias} {dims:?}"), move |g| {
+                let x = g.float("x", dims, Fill::Signed)?;
+                g.graph.affine(x, scale, bias)
+            });
+        }
+    }
+    for (source, cotangent) in strides() {
+        c.add(format!("{source:?}, cotangent {cotangent:?}"), move |g| {
+            let x = g.viewed("x", &[4, 6], source, Fill::Signed)?;
+            g.cotangent_viewed(&[4, 6], cotangent)?;
+            g.graph.affine(x, -1.5, 0.25)
+        });
+    }
+    c.add("a multiplier of 0", |g| {
+        let x = g.float("x", &[3, 4], Fill::Signed)?;
+        g.graph.affine(x, 0.0, 2.0)
+    });
+}
+
+/// Pairs of shapes that broadcast: either operand, at every place, with and without leading
+/// dimensions.
+const BROADCASTS: [(&[usize], &[usize]); 14] = [
+    (&[4, 6], &[6]),
+    (&[6], &[4, 6]),
+    (&[4, 6], &[1, 6]),
+    (&[4, 6], &[4, 1]),
+    (&[4, 1], &[4, 6]),
+    (&[4, 6], &[]),
+    (&[], &[4, 6]),
+    (&[1], &[7]),
+    (&[4, 1], &[1, 6]),
+    (&[2, 3, 5], &[3, 1]),
+    (&[2, 3, 5], &[2, 1, 5]),
+    (&[2, 1, 5], &[3, 1]),
+    (&[3, 5], &[2, 4, 3, 5]),
+    (&[2, 1, 3, 1], &[4, 1, 17]),
+];
+
+pub fn binary(c: &mut Cases, f: Binary) {
+    for dims in SHAPES {
+        c.add(format!("{dims:?}"), move |g| {
+            let (a, b) = (g.float("a", dims, Fill::Signed)?, g.float("b", dims, Fill::Signed)?);
+            g.graph.push(Op::Binary(f), &[a, b], "y")
+        });
+    }
+    for (left, right) in BROADCASTS {
+        c.add(format!("{left:?} with {right:?}"), move |g| {
+            // Positive: gradients are sums, which must not cancel.
+            g.cotangents(Fill::POSITIVE);
+            let a = g.float("a", left, Fill::POSITIVE)?;
+            let b = g.float("b", right, Fill::POSITIVE)?;
+            g.graph.push(Op::Binary(f), &[a, b], "y")
+        });
+    }
+    for dims in STRIDED_SHAPES {
+        for view in View::STRIDED {
+            for (a_view, b_view, cotangent) in [
+                (view, View::Plain, View::Plain),
+                (View::Plain, view, View::Plain),
+                (View::Plain, View::Plain, view),
+                (view, view, view),
+            ] {
+                let name = format!("{dims:?} {a_view:?} with {b_view:?}, cotangent {cotangent:?}");
+                c.add(name, move |g| {
+                    g.cotangents(Fill::POSITIVE);
+                    let a = g.viewed("a", dims, a_view, Fill::POSITIVE)?;
+                    let b = g.viewed("b", dims, b_view, Fill::POSITIVE)?;
+                    g.cotangent_viewed(dims, cotangent)?;
+                    g.graph.push(Op::Binary(f), &[a, b], "y")
+                });
+            }
+        }
+    }
+    // `x - x` and `x / x` are constant: nothing could be compared but rounding.
+    if matches!(f, Binary::Add | Binary::Mul) {
+        c.add("with itself", move |g| {
+            let x = g.float("x", &[4, 6], Fill::Signed)?;
+            g.graph.push(Op::Binary(f), &[x, x], "y")
+        });
+    }
+}
+
+/// Where a gate is checked.
+fn gate_domain(kind: GluKind) -> Fill {
+    domain(match kind {
+        GluKind::Swiglu => Unary::Silu,
+        GluKind::Geglu => Unary::Gelu,
+    })
+}
+
+pub fn glu(c: &mut Cases, kind: GluKind) {
+    for dims in [&[1, 1][..], &[1, 8], &[3, 5], &[4, 32], &[2, 3, 17], &[64]] {
+        c.add(format!("{dims:?}"), move |g| {
+            let gate = g.float("gate", dims, gate_domain(kind))?;
+            let up = g.float("up", dims, Fill::Signed)?;
+            g.graph.push(Op::Glu(kind), &[gate, up], "y")
+        });
+    }
+    for width in [6, 33] {
+        c.add(format!("halves of one tensor of {}", 2 * width), move |g| {
+            let both = g.float("gate and up", &[3, 2 * width], gate_domain(kind))?;
+            let gate = g.graph.slice(both, 1, 0, width)?;
+            let up = g.graph.slice(both, 1, width, width)?;
+            g.graph.push(Op::Glu(kind), &[gate, up], "y")
+        });
+    }
+    for view in View::STRIDED {
+        for (gate_view, up_view, cotangent) in [
+            (view, View::Plain, View::Plain),
+            (View::Plain, view, View::Plain),
+            (View::Plain, View::Plain, view),
+            (view, view, view),
+        ] {
+            let name = format!("{gate_view:?} with {up_view:?}, cotangent {cotangent:?}");
+            c.add(name, move |g| {
+                g.cotangents(Fill::POSITIVE);
+                let gate = g.viewed("gate", &[4, 6], gate_view, gate_domain(kind))?;
+                let up = g.viewed("up", &[4, 6], up_view, Fill::POSITIVE)?;
+                g.cotangent_viewed(&[4, 6], cotangent)?;
+                g.graph.push(Op::Glu(kind), &[gate, up], "y")
+            });
+        }
+    }
+}
+
+pub fn glu_back(c: &mut Cases, kind: GluKind) {
+    for wrt in [GluOperand::Gate, GluOperand::Up] {
+        for dims in [&[1, 8][..], &[3, 5], &[2, 3, 17]] {
+            c.add(format!("{wrt:?} {dims:?}"), move |g| {
+                let gate = g.float("gate", dims, gate_domain(kind))?;
+                let up = g.float("up", dims, Fill::Signed)?;
+                let dy = g.float("dy", dims, Fill::Signed)?;
+                let refused = g.refused();
+                g.expect_all(refused);
+                g.graph.push(Op::GluBack { kind, wrt }, &[gate, up, dy], "y")
+            });
+        }
+        for view in View::STRIDED {
+            c.add(format!("{wrt:?} {view:?}"), move |g| {
+                let gate = g.viewed("gate", &[4, 6], view, gate_domain(kind))?;
+                let up = g.viewed("up", &[4, 6], view, Fill::Signed)?;
+                let dy = g.viewed("dy", &[4, 6], view, Fill::Signed)?;
+                g.expect_all(Expected::Nothing);
+                let dx = g.refused();
+                if let Some(leaf) = g.graph.find_leaf("dy") {
+                    g.expect(leaf, dx);
+                }
+                g.graph.push(Op::GluBack { kind, wrt }, &[gate, up, dy], "y")
+            });
+        }
+    }
+}

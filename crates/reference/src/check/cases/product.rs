@@ -1,0 +1,203 @@
+//! Cases of matrix products and adapters.
+
+use gguf::TensorType;
+use graph::{DType, LoraOperand, NodeId, Op};
+
+use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
+
+/// `outer` followed by a matrix, transposed if so flagged.
+fn matrix(outer: &[usize], rows: usize, cols: usize, transposed: bool) -> Vec<usize> {
+    let mut dims = outer.to_vec();
+    dims.extend(if transposed { [cols, rows] } else { [rows, cols] });
+    dims
+}
+
+pub fn mat_mul(c: &mut Cases) {
+    for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (m, k, n) in [(4, 6, 5), (1, 17, 33), (7, 1, 3), (5, 40, 8)] {
+            c.add(format!("ta {ta} tb {tb}, {m} x {k} x {n}"), move |g| {
+                let a = g.float("a", &matrix(&[], m, k, ta), Fill::Signed)?;
+                let b = g.float("b", &matrix(&[], k, n, tb), Fill::Signed)?;
+                g.graph.push(Op::MatMul { ta, tb }, &[a, b], "y")
+            });
+        }
+        let outer: [(&[usize], &[usize]); 6] = [
+            (&[3], &[3]),
+            (&[3], &[]),
+            (&[], &[3]),
+            (&[3], &[1]),
+            (&[2, 1], &[3]),
+            (&[2, 3], &[2, 3]),
+        ];
+        for (left, right) in outer {
+            c.add(format!("ta {ta} tb {tb}, batches {left:?} and {right:?}"), move |g| {
+                let a = g.float("a", &matrix(left, 4, 5, ta), Fill::Signed)?;
+                let b = g.float("b", &matrix(right, 5, 3, tb), Fill::Signed)?;
+                g.graph.push(Op::MatMul { ta, tb }, &[a, b], "y")
+            });
+        }
+        for view in View::STRIDED {
+            c.add(format!("ta {ta} tb {tb}, {view:?}"), move |g| {
+                let a = g.viewed("a", &matrix(&[], 6, 5, ta), view, Fill::Signed)?;
+                let b = g.viewed("b", &matrix(&[], 5, 7, tb), view, Fill::Signed)?;
+                g.cotangent_viewed(&[6, 7], view)?;
+                g.graph.push(Op::MatMul { ta, tb }, &[a, b], "y")
+            });
+        }
+        for dtype in [DType::F16, DType::BF16] {
+            c.add(format!("ta {ta} tb {tb}, {dtype}"), move |g| {
+                let a = g.float("a", &matrix(&[], 4, 17, ta), Fill::Signed)?;
+                let b = g.float_of("b", &matrix(&[], 17, 6, tb), dtype, Fill::Signed)?;
+                g.graph.push(Op::MatMul { ta, tb }, &[a, b], "y")
+            });
+        }
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (rows, outs, cols) in [(1, 8, 32), (5, 24, 64), (3, 33, 96), (9, 7, 40)] {
+            c.add(format!("a {dtype} weight [{outs}, {cols}], {rows} rows"), move |g| {
+                let x = g.float("x", &[rows, cols], Fill::Signed)?;
+                let w = g.weight("w", &[outs, cols], dtype)?;
+                g.graph.project(x, w)
+            });
+        }
+        c.add(format!("rows before a {dtype} weight that is not transposed"), move |g| {
+            let x = g.float("x", &[5, 24], Fill::Signed)?;
+            let w = g.weight("w", &[24, 64], dtype)?;
+            g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
+        });
+    }
+    for format in TensorType::ALL.into_iter().filter(|format| format.is_quantized()) {
+        let dtype = DType::Block(format);
+        for (rows, outs, blocks) in [(1, 24, 1), (4, 12, 2), (7, 33, 1)] {
+            c.add(format!("a {format} weight, {rows} x {outs} x {blocks}"), move |g| {
+                let x = g.float("x", &[rows, 256 * blocks], Fill::Signed)?;
+                let w = g.weight("w", &[outs, 256 * blocks], dtype)?;
+                g.graph.project(x, w)
+            });
+        }
+        if format.block_len() == 32 {
+            c.add(format!("a {format} weight of 96 columns"), move |g| {
+                let x = g.float("x", &[2, 3, 96], Fill::Signed)?;
+                let w = g.weight("w", &[20, 96], dtype)?;
+                g.graph.project(x, w)
+            });
+        }
+        c.add(format!("rows before a {format} weight"), move |g| {
+            let x = g.float("x", &[3, 12], Fill::Signed)?;
+            let w = g.weight("w", &[12, 256], dtype)?;
+            let refused = g.refused();
+            g.expect_all(refused);
+            g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
+        });
+    }
+}
+
+/// The operands of [`Op::Lora`] over 12 rows, 16 wide, to 20.
+struct Adapted {
+    x: NodeId,
+    base: NodeId,
+    rows: NodeId,
+    /// `A`, `B` and the scale of each slot.
+    slots: Vec<[NodeId; 3]>,
+}
+
+const ROWS: usize = 12;
+
+fn adapted(
+    g: &mut CaseGraph,
+    ranks: &[usize],
+    rows: &[i32],
+) -> std::result::Result<Adapted, graph::Invalid> {
+    let x = g.float("x", &[ROWS, 16], Fill::Signed)?;
+    let base = g.float("base", &[ROWS, 20], Fill::Signed)?;
+    let rows = g.ints("rows", &[ROWS], rows)?;
+    let mut slots = Vec::new();
+    for (s, &rank) in ranks.iter().enumerate() {
+        let a = g.float(&format!("a{s}"), &[rank, 16], Fill::Signed)?;
+        let b = g.float(&format!("b{s}"), &[20, rank], Fill::Signed)?;
+        // Neither 1 nor the same: a scale that is dropped or swapped shows.
+        let scale = g.given(&format!("scale{s}"), &[1], &[0.75 + 1.5 * s as f32])?;
+        let refused = g.refused();
+        g.expect(scale, refused);
+        slots.push([a, b, scale]);
+    }
+    Ok(Adapted { x, base, rows, slots })
+}
+
+/// Ranks of the slots, and the slot of each row.
+const ADAPTERS: [(&str, &[usize], [i32; ROWS]); 7] = [
+    ("one slot", &[4], [0; ROWS]),
+    ("rank 1", &[1], [0; ROWS]),
+    ("ragged ranks", &[1, 5, 3], [0, 0, 1, 2, 2, 2, 1, 1, 0, 2, 1, 0]),
+    ("rows without adapter", &[3, 2], [-1, 0, 1, -1, 1, 0, 0, -1, -1, 1, 0, -1]),
+    ("runs of rows", &[8, 2], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, -1]),
+    ("a slot without rows", &[2, 3, 4], [0, 0, 2, 2, -1, 2, 0, 0, 2, 0, 2, 2]),
+    ("no row has an adapter", &[3], [-1; ROWS]),
+];
+
+fn with_adapter(g: &mut CaseGraph, ranks: &[usize], rows: &[i32]) -> Made {
+    let of = adapted(g, ranks, rows)?;
+    let mut args = vec![of.x, of.base, of.rows];
+    args.extend(of.slots.iter().flatten());
+    g.graph.push(Op::Lora { slots: ranks.len() }, &args, "y")
+}
+
+pub fn lora(c: &mut Cases) {
+    for (name, ranks, rows) in ADAPTERS {
+        c.add(name, move |g| with_adapter(g, ranks, &rows));
+    }
+    for (view, name) in [(View::Columns, "columns"), (View::Transposed, "transposed")] {
+        c.add(format!("x and base in {name}"), move |g| {
+            let x = g.viewed("x", &[6, 16], view, Fill::Signed)?;
+            let base = g.viewed("base", &[6, 20], view, Fill::Signed)?;
+            let rows = g.ints("rows", &[6], &[0, -1, 0, 0, -1, 0])?;
+            let a = g.float("a", &[3, 16], Fill::Signed)?;
+            let b = g.float("b", &[20, 3], Fill::Signed)?;
+            let scale = g.given("scale", &[1], &[-1.25])?;
+            g.expect(scale, Expected::Nothing);
+            g.cotangent_viewed(&[6, 20], view)?;
+            g.graph.push(Op::Lora { slots: 1 }, &[x, base, rows, a, b, scale], "y")
+        });
+    }
+    c.add("after a Q8_0 projection", |g| {
+        let x = g.float("x", &[5, 64], Fill::Signed)?;
+        let w = g.weight("w", &[24, 64], DType::Block(TensorType::Q8_0))?;
+        g.expect(w, Expected::Nothing);
+        let base = g.graph.project(x, w)?;
+        let rows = g.ints("rows", &[5], &[0, 0, -1, 0, 0])?;
+        let a = g.float("a", &[4, 64], Fill::Signed)?;
+        let b = g.float("b", &[24, 4], Fill::Signed)?;
+        let scale = g.given("scale", &[1], &[0.5])?;
+        let refused = g.refused();
+        g.expect(scale, refused);
+        g.graph.push(Op::Lora { slots: 1 }, &[x, base, rows, a, b, scale], "y")
+    });
+}
+
+pub fn lora_back(c: &mut Cases) {
+    for (name, ranks, rows) in ADAPTERS {
+        for wrt in [LoraOperand::X, LoraOperand::A, LoraOperand::B] {
+            for slot in 0..if wrt == LoraOperand::X { 1 } else { ranks.len() } {
+                c.add(format!("{wrt:?} of slot {slot}, {name}"), move |g| {
+                    let of = adapted(g, ranks, &rows)?;
+                    let dy = g.float("dy", &[ROWS, 20], Fill::Signed)?;
+                    g.expect_all(Expected::Nothing);
+                    let refused = g.refused();
+                    g.expect(dy, refused);
+                    g.expect(of.rows, refused);
+                    let [a, b, scale] = of.slots[slot];
+                    let args = match wrt {
+                        LoraOperand::X => {
+                            let mut args = vec![dy, of.rows];
+                            args.extend(of.slots.iter().flatten());
+                            args
+                        }
+                        LoraOperand::A => vec![of.x, dy, of.rows, b, scale],
+                        LoraOperand::B => vec![of.x, dy, of.rows, a, scale],
+                    };
+                    g.graph.push(Op::LoraBack { slots: ranks.len(), wrt, slot }, &args, "y")
+                });
+            }
+        }
+    }
+}

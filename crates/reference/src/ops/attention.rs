@@ -1,0 +1,251 @@
+//! Causal attention over packed sequences and their cached prefixes.
+
+use graph::{AttentionAttrs, AttentionOperand, Fault, Shape};
+
+use super::loss::log_sum_exp;
+use super::{Floats, Ints, Operands, Out};
+
+/// The rows of one sequence.
+struct Sequence {
+    /// Its row in `seqs` and `table`.
+    number: usize,
+    /// Its first row in `q`, `k` and `v`.
+    first: usize,
+    /// How many rows it has.
+    rows: usize,
+    /// How many positions are cached before them.
+    cached: usize,
+}
+
+/// A value in pages `[P, page, H, D]`.
+#[derive(Copy, Clone)]
+struct Pages<'a> {
+    pages: Floats<'a>,
+    table: Ints<'a>,
+}
+
+/// Keys or values by sequence, position and head: first the pages', then the rows' own.
+#[derive(Copy, Clone)]
+struct Past<'a> {
+    own: Floats<'a>,
+    cached: Option<Pages<'a>>,
+}
+
+impl<'a> Past<'a> {
+    fn at(&self, sequence: &Sequence, position: usize, head: usize) -> &'a [f64] {
+        let heads = self.own.dim(1);
+        match self.cached {
+            Some(Pages { pages, table }) if position < sequence.cached => {
+                let len = pages.dim(1);
+                let page = table.row(sequence.number)[position / len] as usize;
+                pages.row((page * len + position % len) * heads + head)
+            }
+            _ => self.own.row((sequence.first + position - sequence.cached) * heads + head),
+        }
+    }
+}
+
+/// Reads `seqs` and checks it and the page table.
+fn sequences(
+    operands: Operands<'_>,
+    seqs: Ints<'_>,
+    total: usize,
+    pages: &[Pages<'_>],
+) -> Result<Vec<Sequence>, Fault> {
+    let mut taken = vec![false; total];
+    let mut all = Vec::new();
+    for (number, entry) in seqs.data.chunks_exact(3).enumerate() {
+        let place = |i: usize, what: &str| {
+            usize::try_from(entry[i])
+                .map_err(|_| operands.outside(format!("sequence {number}: {what} {}", entry[i])))
+        };
+        let (first, rows, cached) =
+            (place(0, "first row")?, place(1, "row count")?, place(2, "cached length")?);
+        if first + rows > total {
+            let end = first + rows;
+            return Err(operands.outside(format!(
+                "sequence {number}: rows {first}..{end} are outside of 0..{total}"
+            )));
+        }
+        for (row, taken) in taken.iter_mut().enumerate().skip(first).take(rows) {
+            if std::mem::replace(taken, true) {
+                let message = format!("sequence {number}: row {row} is another sequence's");
+                return Err(operands.outside(message));
+            }
+        }
+        let room = pages.first().map_or(0, |p| p.table.shape.dim(1).saturating_mul(p.pages.dim(1)));
+        if cached > room {
+            return Err(operands.outside(format!(
+                "sequence {number}: {cached} cached positions, its pages hold {room}"
+            )));
+        }
+        for pages in pages {
+            for &page in &pages.table.row(number)[..cached.div_ceil(pages.pages.dim(1))] {
+                operands.index(page, pages.pages.dim(0), "page")?;
+            }
+        }
+        all.push(Sequence { number, first, rows, cached });
+    }
+    Ok(all)
+}
+
+/// What the logits depend on.
+struct Logits<'a> {
+    attrs: &'a AttentionAttrs,
+    q: Floats<'a>,
+    k: Past<'a>,
+    sequences: Vec<Sequence>,
+}
+
+/// One query: a row of a sequence and a head.
+struct Query<'a> {
+    sequence: &'a Sequence,
+    /// Row in `q`.
+    row: usize,
+    head: usize,
+    /// The key head it reads.
+    key_head: usize,
+    /// The positions it sees.
+    sees: std::ops::Range<usize>,
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+impl<'a> Logits<'a> {
+    fn queries(&self) -> impl Iterator<Item = Query<'_>> {
+        let (heads, key_heads) = (self.q.dim(1), self.k.own.dim(1));
+        let rows = self.sequences.iter().flat_map(|s| (0..s.rows).map(move |r| (s, r)));
+        rows.flat_map(move |(sequence, r)| {
+            let position = sequence.cached + r;
+            let end = position + 1;
+            let sees = self.attrs.window.map_or(0, |w| end.saturating_sub(w as usize))..end;
+            (0..heads).map(move |head| Query {
+                sequence,
+                row: sequence.first + r,
+                head,
+                key_head: head * key_heads / heads,
+                sees: sees.clone(),
+            })
+        })
+    }
+
+    fn q(&self, query: &Query<'_>) -> &'a [f64] {
+        self.q.row(query.row * self.q.dim(1) + query.head)
+    }
+
+    /// The logit of a query and a position, and its derivative by `scale * q . k`.
+    fn logit(&self, query: &Query<'_>, position: usize) -> (f64, f64) {
+        let k = self.k.at(query.sequence, position, query.key_head);
+        let logit = f64::from(self.attrs.scale.get()) * dot(self.q(query), k);
+        match self.attrs.softcap {
+            None => (logit, 1.0),
+            Some(cap) => {
+                let cap = f64::from(cap.get());
+                let t = (logit / cap).tanh();
+                (cap * t, 1.0 - t * t)
+            }
+        }
+    }
+
+    /// The logits of all positions that a query sees.
+    fn of(&self, query: &Query<'_>) -> Vec<f64> {
+        query.sees.clone().map(|position| self.logit(query, position).0).collect()
+    }
+}
+
+/// The cached operand at `at`, with the table at `table`, when there is a prefix.
+fn pages<'a>(
+    operands: Operands<'a>,
+    attrs: &AttentionAttrs,
+    at: usize,
+    table: usize,
+) -> Result<Option<Pages<'a>>, Fault> {
+    match attrs.prefix {
+        true => Ok(Some(Pages { pages: operands.floats(at)?, table: operands.ints(table)? })),
+        false => Ok(None),
+    }
+}
+
+pub(super) fn stats(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
+    let (q, own) = (operands.floats(0)?, operands.floats(1)?);
+    let cached = pages(operands, attrs, 3, 4)?;
+    let sequences = sequences(operands, operands.ints(2)?, q.dim(0), cached.as_slice())?;
+    let logits = Logits { attrs, q, k: Past { own, cached }, sequences };
+    let mut out = operands.zeros(shape)?;
+    for query in logits.queries() {
+        out[query.row * q.dim(1) + query.head] = log_sum_exp(&logits.of(&query));
+    }
+    operands.made(shape, out)
+}
+
+pub(super) fn forward(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
+    let (q, own) = (operands.floats(0)?, operands.floats(1)?);
+    let k = Past { own, cached: pages(operands, attrs, 4, 6)? };
+    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, 5, 6)? };
+    let all: Vec<Pages<'_>> = k.cached.into_iter().chain(v.cached).collect();
+    let sequences = sequences(operands, operands.ints(3)?, q.dim(0), &all)?;
+    let logits = Logits { attrs, q, k, sequences };
+    let mut out = operands.zeros(shape)?;
+    let width = shape.cols();
+    for query in logits.queries() {
+        let row = logits.of(&query);
+        let lse = log_sum_exp(&row);
+        let to = (query.row * q.dim(1) + query.head) * width;
+        for (position, logit) in query.sees.clone().zip(row) {
+            let p = (logit - lse).exp();
+            let v = v.at(query.sequence, position, query.key_head);
+            for i in 0..width {
+                out[to + i] += p * v[i];
+            }
+        }
+    }
+    operands.made(shape, out)
+}
+
+pub(super) fn back(
+    operands: Operands<'_>,
+    attrs: &AttentionAttrs,
+    wrt: AttentionOperand,
+    shape: Shape,
+) -> Out {
+    let (q, own) = (operands.floats(0)?, operands.floats(1)?);
+    let (lse, delta, dout) = (operands.floats(4)?, operands.floats(5)?, operands.floats(6)?);
+    let k = Past { own, cached: pages(operands, attrs, 7, 9)? };
+    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, 8, 9)? };
+    let all: Vec<Pages<'_>> = k.cached.into_iter().chain(v.cached).collect();
+    let sequences = sequences(operands, operands.ints(3)?, q.dim(0), &all)?;
+    let logits = Logits { attrs, q, k, sequences };
+    let scale = f64::from(attrs.scale.get());
+    let mut out = operands.zeros(shape)?;
+    let width = shape.cols();
+    for query in logits.queries() {
+        let at = query.row * q.dim(1) + query.head;
+        let (q, dout) = (logits.q(&query), dout.row(at));
+        for position in query.sees.clone() {
+            let (logit, capped) = logits.logit(&query, position);
+            let p = (logit - lse.data[at]).exp();
+            let v = v.at(query.sequence, position, query.key_head);
+            let ds = p * (dot(dout, v) - delta.data[at]) * capped;
+            // Cached positions have no row of their own to receive a gradient.
+            let row = position
+                .checked_sub(query.sequence.cached)
+                .map(|r| (query.sequence.first + r) * own.dim(1) + query.key_head);
+            match (wrt, row) {
+                (AttentionOperand::Q, _) => {
+                    let k = logits.k.at(query.sequence, position, query.key_head);
+                    (0..width).for_each(|i| out[at * width + i] += scale * ds * k[i]);
+                }
+                (AttentionOperand::K, Some(row)) => {
+                    (0..width).for_each(|i| out[row * width + i] += scale * ds * q[i]);
+                }
+                (AttentionOperand::V, Some(row)) => {
+                    (0..width).for_each(|i| out[row * width + i] += p * dout[i]);
+                }
+                (AttentionOperand::K | AttentionOperand::V, None) => {}
+            }
+        }
+    }
+    operands.made(shape, out)
+}

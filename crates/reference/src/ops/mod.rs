@@ -1,0 +1,147 @@
+//! The formulas, one function per family of ops, as plain loops in f64. What each op means is
+//! documented at its variant of [`graph::Op`].
+
+mod attention;
+mod elementwise;
+mod indexing;
+mod layout;
+mod loss;
+mod norm;
+mod product;
+mod rounding;
+
+use graph::{Code, DType, Fault, Op, Shape};
+
+use crate::Mode;
+use crate::value::{Value, filled};
+
+type Out = Result<Value, Fault>;
+
+/// The operands of one node, and its name for faults.
+#[derive(Copy, Clone)]
+pub(crate) struct Operands<'a> {
+    args: &'a [&'a Value],
+    node: &'a str,
+}
+
+/// A float operand.
+#[derive(Copy, Clone)]
+struct Floats<'a> {
+    shape: Shape,
+    data: &'a [f64],
+}
+
+/// An integer operand.
+#[derive(Copy, Clone)]
+struct Ints<'a> {
+    shape: Shape,
+    data: &'a [i32],
+}
+
+impl<'a> Floats<'a> {
+    fn dim(&self, i: usize) -> usize {
+        self.shape.dim(i)
+    }
+
+    /// Row `i` of the tensor seen as `rows x cols`.
+    fn row(&self, i: usize) -> &'a [f64] {
+        let cols = self.shape.cols();
+        &self.data[i * cols..(i + 1) * cols]
+    }
+}
+
+impl<'a> Ints<'a> {
+    fn row(&self, i: usize) -> &'a [i32] {
+        let cols = self.shape.cols();
+        &self.data[i * cols..(i + 1) * cols]
+    }
+}
+
+impl<'a> Operands<'a> {
+    fn value(&self, i: usize) -> Result<&'a Value, Fault> {
+        self.args.get(i).copied().ok_or_else(|| self.broken("an operand is missing"))
+    }
+
+    fn floats(&self, i: usize) -> Result<Floats<'a>, Fault> {
+        let value = self.value(i)?;
+        let data = value.as_floats().ok_or_else(|| self.broken("a float operand is i32"))?;
+        Ok(Floats { shape: value.shape(), data })
+    }
+
+    fn ints(&self, i: usize) -> Result<Ints<'a>, Fault> {
+        let value = self.value(i)?;
+        let data = value.as_ints().ok_or_else(|| self.broken("an i32 operand is float"))?;
+        Ok(Ints { shape: value.shape(), data })
+    }
+
+    fn broken(&self, message: impl Into<String>) -> Fault {
+        Fault::new(Code::Internal, self.node, message)
+    }
+
+    fn outside(&self, message: String) -> Fault {
+        Fault::new(Code::IndexOutOfRange, self.node, message)
+    }
+
+    /// `index` as a place in a dimension of `size` entries; `what` names it.
+    fn index(&self, index: i32, size: usize, what: &str) -> Result<usize, Fault> {
+        match usize::try_from(index) {
+            Ok(i) if i < size => Ok(i),
+            _ => Err(self.outside(format!("{what} {index} is outside of 0..{size}"))),
+        }
+    }
+
+    fn zeros(&self, shape: Shape) -> Result<Vec<f64>, Fault> {
+        filled(shape.elements(), 0.0)
+            .map_err(|e| Fault::new(Code::OutOfMemory, self.node, e.message))
+    }
+
+    fn made(&self, shape: Shape, data: Vec<f64>) -> Out {
+        Value::floats(shape, data).map_err(|e| self.broken(e.message))
+    }
+}
+
+/// The value of one node. Operands have the shapes and kinds that the op's shape rule accepted,
+/// and `out` is what it gave.
+pub(crate) fn compute(
+    op: &Op,
+    args: &[&Value],
+    out: (DType, Shape),
+    node: &str,
+    mode: Mode,
+) -> Out {
+    let operands = Operands { args, node };
+    let (dtype, shape) = out;
+    match op {
+        Op::Leaf => Err(operands.broken("a leaf is bound, not computed")),
+        Op::Binary(kind) => elementwise::binary(operands, *kind, shape),
+        Op::Unary(f) => elementwise::unary(operands, *f),
+        Op::Affine { scale, bias } => elementwise::affine(operands, scale.get(), bias.get()),
+        Op::Glu(kind) => elementwise::glu(operands, *kind),
+        Op::GluBack { kind, wrt } => elementwise::glu_back(operands, *kind, *wrt),
+        Op::Sum { .. } => layout::sum(operands, shape),
+        Op::Broadcast { .. } => layout::broadcast(operands, shape),
+        Op::Reshape { .. } | Op::Copy => layout::relabel(operands, shape),
+        Op::Permute { perm } => layout::permute(operands, perm, shape),
+        Op::Slice { dim, start, .. } => layout::slice(operands, usize::from(*dim), *start, shape),
+        Op::Pad { dim, before, .. } => layout::pad(operands, usize::from(*dim), *before, shape),
+        Op::Concat { dim } => layout::concat(operands, usize::from(*dim), shape),
+        Op::Cast { .. } | Op::QuantizeRows => rounding::through(operands, dtype, mode),
+        Op::Round { dtype } => rounding::through(operands, *dtype, mode),
+        Op::Gather => indexing::gather(operands, shape),
+        Op::ScatterAdd { .. } => indexing::scatter_add(operands, shape),
+        Op::RmsNorm { eps } => norm::rms_norm(operands, eps.get()),
+        Op::RmsNormBack { eps, wrt } => norm::rms_norm_back(operands, eps.get(), *wrt),
+        Op::RopeTable(angles) => norm::rope_table(operands, angles, shape, mode),
+        Op::Rope { style, inverse } => norm::rope(operands, *style, *inverse),
+        Op::MatMul { ta, tb } => product::mat_mul(operands, *ta, *tb, shape),
+        Op::Lora { slots } => product::lora(operands, *slots),
+        Op::LoraBack { slots, wrt, slot } => {
+            product::lora_back(operands, *slots, *wrt, *slot, shape)
+        }
+        Op::Attention(attrs) => attention::forward(operands, attrs, shape),
+        Op::AttentionStats(attrs) => attention::stats(operands, attrs, shape),
+        Op::AttentionBack { attrs, wrt } => attention::back(operands, attrs, *wrt, shape),
+        Op::CrossEntropy => loss::cross_entropy(operands),
+        Op::CrossEntropyBack => loss::cross_entropy_back(operands),
+    }
+}

@@ -1,0 +1,125 @@
+//! Matrix products and adapters.
+
+use graph::{Fault, LoraOperand, Shape};
+
+use super::{Floats, Ints, Operands, Out};
+use crate::value::indices;
+
+/// Where the matrix of a broadcast operand starts that belongs to an element of the result.
+fn matrix_start(x: Shape, out: Shape, index: &[usize]) -> usize {
+    let (own, all) = (x.rank() - 2, out.rank() - 2);
+    let matrix = (0..own).fold(0, |at, d| {
+        let i = if x.dim(d) == 1 { 0 } else { index[d + all - own] };
+        at * x.dim(d) + i
+    });
+    matrix * x.dim(own) * x.dim(own + 1)
+}
+
+pub(super) fn mat_mul(operands: Operands<'_>, ta: bool, tb: bool, shape: Shape) -> Out {
+    let (a, b) = (operands.floats(0)?, operands.floats(1)?);
+    let (a_cols, b_cols) = (a.shape.cols(), b.shape.cols());
+    let inner = if ta { a.dim(a.shape.rank() - 2) } else { a_cols };
+    let mut out = operands.zeros(shape)?;
+    for (out, index) in out.iter_mut().zip(indices(shape)) {
+        let (i, j) = (index[shape.rank() - 2], index[shape.rank() - 1]);
+        let a_start = matrix_start(a.shape, shape, &index);
+        let b_start = matrix_start(b.shape, shape, &index);
+        for k in 0..inner {
+            let a_at = if ta { k * a_cols + i } else { i * a_cols + k };
+            let b_at = if tb { j * b_cols + k } else { k * b_cols + j };
+            *out += a.data[a_start + a_at] * b.data[b_start + b_at];
+        }
+    }
+    operands.made(shape, out)
+}
+
+/// The adapter slot of each row; `None` for rows without one.
+fn slots_of(
+    operands: Operands<'_>,
+    rows: Ints<'_>,
+    slots: usize,
+) -> Result<Vec<Option<usize>>, Fault> {
+    let slot = |&s: &i32| match s {
+        ..0 => Ok(None),
+        _ => operands.index(s, slots, "adapter slot").map(Some),
+    };
+    rows.data.iter().map(slot).collect()
+}
+
+/// `A`, `B` and the scale of a slot, whose operands begin at `first`.
+fn adapter(
+    operands: Operands<'_>,
+    first: usize,
+    slot: usize,
+) -> Result<(Floats<'_>, Floats<'_>, f64), Fault> {
+    let at = first + 3 * slot;
+    let scale = operands.floats(at + 2)?.data[0];
+    Ok((operands.floats(at)?, operands.floats(at + 1)?, scale))
+}
+
+/// `m x`
+fn times(m: Floats<'_>, x: &[f64]) -> Vec<f64> {
+    (0..m.dim(0)).map(|r| m.row(r).iter().zip(x).map(|(m, x)| m * x).sum()).collect()
+}
+
+/// `m^T x`
+fn transposed_times(m: Floats<'_>, x: &[f64]) -> Vec<f64> {
+    (0..m.dim(1)).map(|c| x.iter().enumerate().map(|(r, x)| m.row(r)[c] * x).sum()).collect()
+}
+
+pub(super) fn lora(operands: Operands<'_>, slots: usize) -> Out {
+    let (x, base, rows) = (operands.floats(0)?, operands.floats(1)?, operands.ints(2)?);
+    let mut out = operands.zeros(base.shape)?;
+    out.copy_from_slice(base.data);
+    let n = base.dim(1);
+    for (t, slot) in slots_of(operands, rows, slots)?.into_iter().enumerate() {
+        let Some(slot) = slot else { continue };
+        let (a, b, scale) = adapter(operands, 3, slot)?;
+        for (i, delta) in times(b, &times(a, x.row(t))).into_iter().enumerate() {
+            out[t * n + i] += scale * delta;
+        }
+    }
+    operands.made(base.shape, out)
+}
+
+pub(super) fn lora_back(
+    operands: Operands<'_>,
+    slots: usize,
+    wrt: LoraOperand,
+    slot: usize,
+    shape: Shape,
+) -> Out {
+    let mut out = operands.zeros(shape)?;
+    let cols = shape.cols();
+    if wrt == LoraOperand::X {
+        let (dy, rows) = (operands.floats(0)?, operands.ints(1)?);
+        for (t, slot) in slots_of(operands, rows, slots)?.into_iter().enumerate() {
+            let Some(slot) = slot else { continue };
+            let (a, b, scale) = adapter(operands, 2, slot)?;
+            let dx = transposed_times(a, &transposed_times(b, dy.row(t)));
+            for (i, dx) in dx.into_iter().enumerate() {
+                out[t * cols + i] = scale * dx;
+            }
+        }
+        return operands.made(shape, out);
+    }
+    let (x, dy, rows) = (operands.floats(0)?, operands.floats(1)?, operands.ints(2)?);
+    let (other, scale) = (operands.floats(3)?, operands.floats(4)?.data[0]);
+    for (t, of) in slots_of(operands, rows, slots)?.into_iter().enumerate() {
+        if of != Some(slot) {
+            continue;
+        }
+        // The gradient of this row is the outer product left x right.
+        let (left, right) = if wrt == LoraOperand::A {
+            (transposed_times(other, dy.row(t)), x.row(t).to_vec())
+        } else {
+            (dy.row(t).to_vec(), times(other, x.row(t)))
+        };
+        for (i, l) in left.iter().enumerate() {
+            for (j, r) in right.iter().enumerate() {
+                out[i * cols + j] += scale * l * r;
+            }
+        }
+    }
+    operands.made(shape, out)
+}
