@@ -18,6 +18,10 @@ pub struct Backward {
     pub grads: Vec<NodeId>,
 }
 
+#[cfg(test)]
+#[path = "grad_tests.rs"]
+mod tests;
+
 type Made = std::result::Result<NodeId, Invalid>;
 type Build<'a> = Box<dyn FnOnce(&mut Graph, NodeId) -> Made + 'a>;
 
@@ -102,15 +106,9 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
             match rule(graph, id, i) {
                 Rule::Is(build) => rules.push((id, i, build)),
                 Rule::Not(why) => {
-                    let operand =
-                        format!("{i} (`{}`, {})", graph.node(a).name, graph.node(a).dtype);
-                    let node = graph.node(id);
-                    return Err(refusal(
-                        Code::OpNotDifferentiable,
-                        node,
-                        Some(operand),
-                        why.into(),
-                    ));
+                    let operand = Some(operand_name(i, graph.node(a)));
+                    let (code, node) = (Code::OpNotDifferentiable, graph.node(id));
+                    return Err(refusal(code, node, operand, why.into()));
                 }
             }
         }
@@ -133,24 +131,23 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
         for (id, i, build) in rules.drain(first..) {
             g.set_origin(Some((node.name.clone(), node.layer)));
             let built = build(&mut g, dy);
+            #[cfg(test)]
+            let built = tests::broken(&mut g, &node.op, built);
             let Some(&operand) = graph.node(id).args.get(i) else { continue };
-            let (made, expected) = match built {
-                Ok(made) => (g.node(made), graph.node(operand)),
-                Err(e) => {
-                    return Err(refusal(Code::BrokenRule, node, Some(i.to_string()), e.message));
-                }
+            let x = graph.node(operand);
+            let broken = |why: String| {
+                let why = format!("the gradient rule {why}; this is a bug in Gradus");
+                refusal(Code::BrokenRule, node, Some(operand_name(i, x)), why)
             };
-            if made.shape != expected.shape || made.dtype != DType::F32 {
-                let why = format!(
-                    "the gradient rule gave {} {} for an operand of shape {}; this is a bug in \
-                     Gradus",
-                    made.dtype, made.shape, expected.shape
-                );
-                return Err(refusal(Code::BrokenRule, node, Some(i.to_string()), why));
+            let made = built.map_err(|e| broken(format!("does not fit together ({e})")))?;
+            let of = g.node(made);
+            if of.shape != x.shape || of.dtype != DType::F32 {
+                return Err(broken(format!(
+                    "gave {} {} for an operand of shape {}",
+                    of.dtype, of.shape, x.shape
+                )));
             }
-            if let Ok(made) = built {
-                accumulate(&mut g, &mut grads, operand, made)?;
-            }
+            accumulate(&mut g, &mut grads, operand, made)?;
         }
     }
     g.set_origin(None);
@@ -175,6 +172,10 @@ fn set(flags: &mut [bool], id: NodeId, on: bool) {
     if let Some(flag) = flags.get_mut(id.index()) {
         *flag = on;
     }
+}
+
+fn operand_name(i: usize, operand: &Node) -> String {
+    format!("{i} (`{}`, {})", operand.name, operand.dtype)
 }
 
 fn refusal(code: Code, node: &Node, operand: Option<String>, reason: String) -> Error {
