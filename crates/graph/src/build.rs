@@ -96,8 +96,8 @@ impl Graph {
             Some(&x) => self.named_after(x)?,
             None => return Err(Invalid::new("Concat of nothing")),
         };
-        if xs.len() == 1 {
-            return xs.first().copied().ok_or_else(|| Invalid::new("Concat of nothing"));
+        if let &[x] = xs {
+            return Ok(x);
         }
         self.push(Op::Concat { dim: dim.min(255) as u8 }, xs, &name)
     }
@@ -113,10 +113,10 @@ impl Graph {
 
     /// Passes values through `dtype` and back; the identity for f32.
     pub fn round(&mut self, x: NodeId, dtype: DType) -> Made {
+        let name = self.named_after(x)?;
         if dtype == DType::F32 {
             return Ok(x);
         }
-        let name = self.named_after(x)?;
         self.push(Op::Round { dtype }, &[x], &name)
     }
 

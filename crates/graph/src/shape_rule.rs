@@ -393,7 +393,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 format!("x {} and base {} do not match", x.1, base.1)
             })?;
             is(rows.1, &[x.1.dim(0)], "rows")?;
-            lora_slots(slots, x.1.dim(1), base.1.dim(1))?;
+            lora_slots(slots, 3, x.1.dim(1), base.1.dim(1))?;
             Ok((f, base.1))
         }
         Op::LoraBack { slots, wrt: LoraOperand::X, .. } => {
@@ -409,7 +409,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             want(dy.1.rank() == 2, || format!("dy must be [T, N], is {}", dy.1))?;
             is(rows.1, &[dy.1.dim(0)], "rows")?;
             let k = slots.first().map_or(0, |a| a.1.cols());
-            lora_slots(slots, k, dy.1.dim(1))?;
+            lora_slots(slots, 2, k, dy.1.dim(1))?;
             Ok((f, fit(&[dy.1.dim(0), k])?))
         }
         Op::LoraBack { slots, wrt, slot } => {
@@ -488,10 +488,18 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
     }
 }
 
-fn lora_slots(rest: &[Operand], k: usize, n: usize) -> std::result::Result<(), String> {
+/// The `A, B, scale` of each slot, the first of which is operand `first`.
+fn lora_slots(
+    rest: &[Operand],
+    first: usize,
+    k: usize,
+    n: usize,
+) -> std::result::Result<(), String> {
+    for (i, (dtype, _)) in rest.iter().enumerate() {
+        want(*dtype == DType::F32, || format!("operand {} must be f32, is {dtype}", first + i))?;
+    }
     for (slot, chunk) in rest.chunks(3).enumerate() {
         let [a, b, scale] = operands(chunk)?;
-        f32s(chunk, &[0, 1, 2])?;
         let rank = a.1.dim(0);
         want(a.1.rank() == 2 && a.1.dim(1) == k && rank > 0, || {
             format!("A of slot {slot} must be [r, {k}], is {}", a.1)
