@@ -55,8 +55,11 @@ pub(crate) trait Dot: Simd {
     const FLOAT_BLOCK: (usize, usize);
     /// Rows and panels that an integer product accumulates in registers.
     const INT_BLOCK: (usize, usize);
-    /// Whether [`Dot::dot2`] of class [`WIDE`] multiplies with `code - 128` instead of `code`.
-    const CENTERED: bool;
+    /// Whether [`Dot::dot2`] does something of its own for each class; if so, in class [`WIDE`]
+    /// it multiplies with `code - 128` instead of `code`.
+    const CLASSES: bool;
+    /// Whether kernels for few rows read bit planes; else codes are expanded to bytes first.
+    const PLANES: bool;
 
     /// Runs a kernel compiled for this family.
     fn enter<K: Kernel<Self>>(self, kernel: K) -> K::Out;
@@ -98,7 +101,7 @@ pub(crate) trait Dot: Simd {
 /// What the sum of the activations is multiplied with and subtracted, so that a sum over codes
 /// becomes one over `code - zero`.
 pub(crate) const fn offset<S: Dot>(class: u32, zero: u8) -> i32 {
-    if class == WIDE && S::CENTERED { 0 } else { zero as i32 }
+    if class == WIDE && S::CLASSES { 0 } else { zero as i32 }
 }
 
 /// The lanes of a vector.
@@ -120,9 +123,11 @@ fn vector<S: Simd>(s: S, lanes: [i32; LANES]) -> S::I32 {
 impl Dot for Portable {
     const FLOAT_BLOCK: (usize, usize) = (2, 1);
     const INT_BLOCK: (usize, usize) = (2, 1);
-    const CENTERED: bool = false;
+    const CLASSES: bool = false;
+    const PLANES: bool = false;
 
-    #[inline(always)]
+    // One copy of each kernel is enough.
+    #[inline(never)]
     fn enter<K: Kernel<Self>>(self, kernel: K) -> K::Out {
         kernel.run(self)
     }

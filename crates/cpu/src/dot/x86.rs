@@ -18,7 +18,8 @@ fn with_avx512<K: Kernel<Avx512>>(simd: Avx512, kernel: K) -> K::Out {
 impl Dot for Avx512 {
     const FLOAT_BLOCK: (usize, usize) = (8, 3);
     const INT_BLOCK: (usize, usize) = (6, 2);
-    const CENTERED: bool = false;
+    const CLASSES: bool = false;
+    const PLANES: bool = true;
 
     #[inline(always)]
     fn enter<K: Kernel<Self>>(self, kernel: K) -> K::Out {
@@ -98,7 +99,8 @@ unsafe fn dot2_avx2(
 impl Dot for Avx2 {
     const FLOAT_BLOCK: (usize, usize) = (6, 1);
     const INT_BLOCK: (usize, usize) = (2, 1);
-    const CENTERED: bool = true;
+    const CLASSES: bool = true;
+    const PLANES: bool = true;
 
     #[inline(always)]
     fn enter<K: Kernel<Self>>(self, kernel: K) -> K::Out {

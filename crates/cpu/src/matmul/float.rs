@@ -195,10 +195,13 @@ impl Float<'_> {
                         add: k > 0,
                     }
                 };
-                match wide {
-                    3 => rows::<S, E, 3>(s, block, size),
-                    2 => rows::<S, E, 2>(s, block, size),
-                    _ => rows::<S, E, 1>(s, block, size),
+                if const { S::FLOAT_BLOCK.1 == 3 } && wide > 1 {
+                    match wide {
+                        3 => rows::<S, E, 3>(s, block, size),
+                        _ => rows::<S, E, 2>(s, block, size),
+                    }
+                } else {
+                    rows::<S, E, 1>(s, block, size);
                 }
             }
             done += wide;
@@ -208,13 +211,16 @@ impl Float<'_> {
 
 /// Picks the kernel for a block of rows.
 fn rows<S: Dot, E: Element, const P: usize>(s: S, block: Block<E>, size: usize) {
-    if P > S::FLOAT_BLOCK.1 {
-        return;
+    if const { S::FLOAT_BLOCK.0 == 8 } && size == 8 {
+        return s.enter(Multiply::<E, 8, P>(block));
+    }
+    if const { S::FLOAT_BLOCK.0 == 6 } && size == 6 {
+        return s.enter(Multiply::<E, 6, P>(block));
+    }
+    if const { S::FLOAT_BLOCK.0 > 4 } && size == 4 {
+        return s.enter(Multiply::<E, 4, P>(block));
     }
     match size {
-        8 if S::FLOAT_BLOCK.0 == 8 => s.enter(Multiply::<E, 8, P>(block)),
-        6 if S::FLOAT_BLOCK.0 == 6 => s.enter(Multiply::<E, 6, P>(block)),
-        4 if S::FLOAT_BLOCK.0 > 4 => s.enter(Multiply::<E, 4, P>(block)),
         2 => s.enter(Multiply::<E, 2, P>(block)),
         _ => s.enter(Multiply::<E, 1, P>(block)),
     }

@@ -93,7 +93,7 @@ impl Driver for Forward<'_> {
                     to: terms.add(first * per_row),
                 });
             }
-            let expand = rows >= EXPAND_FROM && quads.bits < 8;
+            let expand = quads.bits < 8 && (rows >= EXPAND_FROM || !S::PLANES);
             // Only blocks of rows that reuse a pair of panels gain from it.
             let wide = if rows >= EXPAND_FROM { S::INT_BLOCK.1 } else { 1 };
             let mut p = self.panels.start;
@@ -278,13 +278,21 @@ impl<S: Dot, C: Codes, const R: usize, const P: usize, const GROUPS: usize, cons
                             }
                         };
                     }
-                    if GROUPS == 1 || group == 0 {
-                        pair!(0);
-                        pair!(2);
-                    }
-                    if GROUPS == 1 || group == 1 {
-                        pair!(4);
-                        pair!(6);
+                    if C::BYTES == 512 {
+                        let each = 8 / GROUPS;
+                        for q in (group * each..(group + 1) * each).step_by(2) {
+                            pair!(q);
+                        }
+                    } else {
+                        // Shifts differ, and must be known.
+                        if GROUPS == 1 || group == 0 {
+                            pair!(0);
+                            pair!(2);
+                        }
+                        if GROUPS == 1 || group == 1 {
+                            pair!(4);
+                            pair!(6);
+                        }
                     }
                     for (p, at) in (0..P).map(|p| (p, (u * GROUPS + group) * LANES)) {
                         let scale = s.load(b.scales.add(p * b.scale_step + at));
@@ -319,29 +327,45 @@ impl<S: Dot, C: Codes, const R: usize, const P: usize, const GROUPS: usize, cons
 
 /// Runs a block whose codes are bit planes: few rows, one panel.
 fn packed<S: Dot>(s: S, g: &Geometry, b: Block<'_>, size: usize, count: usize) {
-    match (b.quads.bits, g.group, g.has_min, b.quads.class) {
+    if b.quads.bits == 8 {
+        return any::<S, _, 1, false>(s, b, Bytes::<WIDE>, size, count);
+    }
+    if const { !S::PLANES } {
+        return;
+    }
+    match (b.quads.bits, g.has_min, b.quads.has_table) {
         (2, ..) => few::<S, _, 2, true>(s, b, Planes::<2>, size),
         (3, ..) => few::<S, _, 2, false>(s, b, Planes::<3>, size),
-        (4, _, true, _) => few::<S, _, 1, true>(s, b, Planes::<4>, size),
-        (4, _, false, _) if !b.quads.has_table => few::<S, _, 1, false>(s, b, Planes::<4>, size),
-        (4, _, false, WIDE) => few::<S, _, 1, false>(s, b, Table::<WIDE>, size),
-        (4, _, false, _) => few::<S, _, 1, false>(s, b, Table::<NARROW>, size),
-        (5, _, true, _) => few::<S, _, 1, true>(s, b, Planes::<5>, size),
-        (5, _, false, _) => few::<S, _, 1, false>(s, b, Planes::<5>, size),
-        (6, ..) => few::<S, _, 2, false>(s, b, Planes::<6>, size),
-        _ => any::<S, _, 1, false>(s, b, Bytes::<WIDE>, size, count),
+        (4, true, _) => few::<S, _, 1, true>(s, b, Planes::<4>, size),
+        (4, false, false) => few::<S, _, 1, false>(s, b, Planes::<4>, size),
+        (4, false, true) => match b.quads.class {
+            NARROW if const { S::CLASSES } => few::<S, _, 1, false>(s, b, Table::<NARROW>, size),
+            _ => few::<S, _, 1, false>(s, b, Table::<WIDE>, size),
+        },
+        (5, true, _) => few::<S, _, 1, true>(s, b, Planes::<5>, size),
+        (5, false, _) => few::<S, _, 1, false>(s, b, Planes::<5>, size),
+        _ => few::<S, _, 2, false>(s, b, Planes::<6>, size),
     }
 }
 
 /// Runs a block whose codes were expanded to bytes.
 fn expanded<S: Dot>(s: S, g: &Geometry, b: Block<'_>, size: usize, count: usize) {
-    match (g.group, g.has_min, b.quads.class) {
-        (16, true, _) => any::<S, _, 2, true>(s, b, Bytes::<NARROW>, size, count),
-        (16, false, MIDDLE) => any::<S, _, 2, false>(s, b, Bytes::<MIDDLE>, size, count),
-        (16, false, _) => any::<S, _, 2, false>(s, b, Bytes::<NARROW>, size, count),
-        (_, true, _) => any::<S, _, 1, true>(s, b, Bytes::<NARROW>, size, count),
-        (_, false, WIDE) => any::<S, _, 1, false>(s, b, Bytes::<WIDE>, size, count),
-        (_, false, _) => any::<S, _, 1, false>(s, b, Bytes::<NARROW>, size, count),
+    let narrow = b.quads.class == NARROW;
+    match (g.group, g.has_min) {
+        (16, true) => any::<S, _, 2, true>(s, b, Bytes::<NARROW>, size, count),
+        (16, false) => {
+            if const { S::CLASSES } && narrow {
+                return any::<S, _, 2, false>(s, b, Bytes::<NARROW>, size, count);
+            }
+            any::<S, _, 2, false>(s, b, Bytes::<MIDDLE>, size, count);
+        }
+        (_, true) => any::<S, _, 1, true>(s, b, Bytes::<NARROW>, size, count),
+        (_, false) => {
+            if const { S::CLASSES } && narrow {
+                return any::<S, _, 1, false>(s, b, Bytes::<NARROW>, size, count);
+            }
+            any::<S, _, 1, false>(s, b, Bytes::<WIDE>, size, count);
+        }
     }
 }
 
@@ -352,10 +376,10 @@ fn few<S: Dot, C: Codes, const GROUPS: usize, const MIN: bool>(
     codes: C,
     size: usize,
 ) {
+    if const { S::INT_BLOCK.0 > 4 } && size == 4 {
+        return s.enter(Product::<_, 4, 1, GROUPS, MIN> { block, codes });
+    }
     match size {
-        4 if S::INT_BLOCK.0 > 4 => {
-            s.enter(Product::<_, 4, 1, GROUPS, MIN> { block, codes });
-        }
         2 => s.enter(Product::<_, 2, 1, GROUPS, MIN> { block, codes }),
         _ => s.enter(Product::<_, 1, 1, GROUPS, MIN> { block, codes }),
     }
@@ -369,16 +393,16 @@ fn any<S: Dot, C: Codes, const GROUPS: usize, const MIN: bool>(
     size: usize,
     count: usize,
 ) {
-    if S::INT_BLOCK.1 == 2 && count == 2 {
-        match size {
+    if const { S::INT_BLOCK.1 == 2 } && count == 2 {
+        return match size {
             6 => s.enter(Product::<_, 6, 2, GROUPS, MIN> { block, codes }),
             4 => s.enter(Product::<_, 4, 2, GROUPS, MIN> { block, codes }),
             2 => s.enter(Product::<_, 2, 2, GROUPS, MIN> { block, codes }),
             _ => s.enter(Product::<_, 1, 2, GROUPS, MIN> { block, codes }),
-        }
-    } else if S::INT_BLOCK.0 == 6 && size == 6 {
-        s.enter(Product::<_, 6, 1, GROUPS, MIN> { block, codes });
-    } else {
-        few::<S, C, GROUPS, MIN>(s, block, codes, size);
+        };
     }
+    if const { S::INT_BLOCK.0 == 6 } && size == 6 {
+        return s.enter(Product::<_, 6, 1, GROUPS, MIN> { block, codes });
+    }
+    few::<S, C, GROUPS, MIN>(s, block, codes, size);
 }
