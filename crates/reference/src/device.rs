@@ -260,8 +260,16 @@ impl Device for Reference {
     ) -> Result<Progress, Fault> {
         let arena = arena.as_any_mut().downcast_mut::<Values>();
         let arena = arena.ok_or_else(|| Fault::binding("", "an arena of another device"))?;
-        if from.tile != 0 {
-            return Err(Fault::new(Code::Internal, "", "steps have one tile on this device"));
+        if from.tile != 0 || from.step > plan.steps.len() {
+            return Err(Fault::new(Code::Internal, "", format!("there is nothing at {from:?}")));
+        }
+        if arena.bytes.len() < plan.arena_bytes {
+            let message = format!(
+                "an arena of {} bytes for a plan of {}",
+                arena.bytes.len(),
+                plan.arena_bytes
+            );
+            return Err(Fault::binding("", message));
         }
         let bound = bind(plan, leaves)?;
         for (i, step) in plan.steps.iter().enumerate().skip(from.step) {

@@ -176,6 +176,6 @@ fn finds_planning_mistakes() {
 
     // A place outside of the arena.
     let mut bad = good.clone();
-    bad.arena_bytes = 8;
+    bad.steps[2].out.place = Place::Arena { start: bad.arena_bytes, len: 16 };
     assert!(run(&bad).unwrap_err().message.contains("outside of the arena"));
 }

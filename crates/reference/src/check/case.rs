@@ -320,6 +320,8 @@ pub struct Case {
     pub name: String,
     /// A wider bound for devices.
     pub device_bound: Option<Wider>,
+    /// The fault that running it must give, where its inputs are bad.
+    pub fault: Option<Code>,
     build: Build,
 }
 
@@ -359,9 +361,20 @@ impl Cases {
             op: self.op,
             name: name.into(),
             device_bound: None,
+            fault: None,
             build: Box::new(build),
         });
         &mut self.list[at]
+    }
+
+    /// Adds a case with an index that is outside of its tensor: running it must give a fault
+    /// that says so and names the node of the op.
+    pub fn add_outside(
+        &mut self,
+        name: impl Into<String>,
+        build: impl Fn(&mut CaseGraph) -> Made + Send + Sync + 'static,
+    ) {
+        self.add(name, build).fault = Some(Code::IndexOutOfRange);
     }
 
     /// The cases.
@@ -370,7 +383,8 @@ impl Cases {
     }
 }
 
-/// The bytes of one random block: random codes, scales of about 1/16 with random sign.
+/// The bytes of one random block: random codes, and scales of either sign that make
+/// elements of about 1.
 fn random_block(format: TensorType, rng: &mut Rng) -> Vec<u8> {
     let mut block: Vec<u8> = (0..format.block_bytes()).map(|_| rng.next_u64() as u8).collect();
     let mut scale = |at: usize, size: f64| {
@@ -383,8 +397,7 @@ fn random_block(format: TensorType, rng: &mut Rng) -> Vec<u8> {
     match format {
         TensorType::F32 | TensorType::F16 | TensorType::BF16 | TensorType::I32 => {}
         TensorType::Q4_0 | TensorType::Q5_0 => scale(0, 0.1),
-        TensorType::Q8_0 => scale(0, 0.01),
-        TensorType::IQ4NL => scale(0, 0.01),
+        TensorType::Q8_0 | TensorType::IQ4NL => scale(0, 0.01),
         TensorType::Q4_1 | TensorType::Q5_1 => {
             scale(0, 0.1);
             scale(2, 1.0);

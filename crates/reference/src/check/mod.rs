@@ -23,7 +23,7 @@ mod tests;
 
 use std::collections::HashSet;
 
-use graph::{Device, Graph, NodeId, Result, vjp};
+use graph::{Code, Device, Error, Graph, NodeId, Result, vjp};
 
 pub use case::{Case, CaseGraph, Cases, Expected, Fill, Input, Made, View, Wider};
 pub use cases::{cases, op_names};
@@ -31,6 +31,7 @@ pub use measure::{MOST_EXCUSED, Measure, Mismatch};
 pub use report::{Failure, Nonconforming, OpReport, Report, Tally};
 pub use rng::Rng;
 
+use crate::{Mode, eval};
 use rule::{Checked, Differentiate};
 
 /// The largest relative error of a gradient rule against central differences.
@@ -94,9 +95,15 @@ fn check_op(what: &Checks<'_>, seed: u64, op: &'static str, cases: &[Case]) -> O
             rule: what.rules.map(|_| Tally::new(RULE_BOUND)),
             device: what.device.map(|_| Tally::new(DEVICE_BOUND)),
             refusals: 0,
+            faults: 0,
             failures: Vec::new(),
         },
     };
+    if let (Some(device), true, "Leaf") = (what.device, what.segments, op) {
+        for (misuse, found) in run::misuse(device) {
+            checker.fail(misuse, "misuse", found);
+        }
+    }
     if cases.is_empty() {
         checker.fail(op, "cases", "the op has no cases");
     }
@@ -125,6 +132,10 @@ impl Checker<'_> {
 
     fn case(&mut self, case: &Case) -> Result<()> {
         let (mut built, output) = case.build(self.seed)?;
+        if let Some(code) = case.fault {
+            self.fault(case, &built, output, code);
+            return Ok(());
+        }
         if !contains(&built.graph, output, case.op) {
             self.fail(&case.name, "case", "its output does not depend on the op it is a case of");
         }
@@ -137,6 +148,31 @@ impl Checker<'_> {
             self.device(case, &built, output, cotangent, graph)?;
         }
         Ok(())
+    }
+
+    /// Checks that running a case gives a fault, in the interpreter and on the device.
+    fn fault(&mut self, case: &Case, built: &CaseGraph, output: NodeId, code: Code) {
+        let outputs = [output];
+        let mut ran = vec![eval(&built.graph, &built.leaves, &outputs, Mode::Exact).map(|_| ())];
+        if let Some(device) = self.what.device {
+            ran.push(run::run(device, built, &built.graph, &outputs));
+        }
+        let name = &built.graph.node(output).name;
+        for ran in ran {
+            match ran {
+                Err(Error::Fault(fault)) if fault.code == code && *fault.node == **name => {}
+                Err(e) => {
+                    let found = format!("{} at `{name}` was expected, got: {e}", code.as_str());
+                    self.fail(&case.name, "fault", found);
+                    return;
+                }
+                Ok(()) => {
+                    self.fail(&case.name, "fault", "it ran, where a fault was expected");
+                    return;
+                }
+            }
+        }
+        self.report.faults += 1;
     }
 
     fn rules(

@@ -62,6 +62,8 @@ pub struct OpReport {
     pub device: Option<Tally>,
     /// Inputs with respect to which differentiation was refused, as expected.
     pub refusals: usize,
+    /// Graphs with bad indices that were stopped by a fault, as expected.
+    pub faults: usize,
     /// Cases that failed.
     pub failures: Vec<Failure>,
 }
@@ -87,7 +89,8 @@ impl Report {
 }
 
 impl fmt::Display for Report {
-    /// A table with one row per op, then the cases that compared zeros, then the failures.
+    /// A table with one or two rows per op, then the cases that compared zeros, then the
+    /// failures. "Refused" counts inputs without a gradient, and, against f64, faults.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let header = ["op", "against", "cases", "refused", "elements", "worst", "bound", "excused"];
         let [op, against, cases, refused, elements, worst, bound, excused] = header;
@@ -100,7 +103,7 @@ impl fmt::Display for Report {
             let rows = [("differences", &op.rule), ("f64", &op.device)];
             for (against, tally) in rows {
                 let Some(t) = tally else { continue };
-                let refused = if against == "differences" { op.refusals } else { 0 };
+                let refused = if against == "differences" { op.refusals } else { op.faults };
                 writeln!(
                     f,
                     "{:<18} {against:<12} {:>6} {refused:>8} {:>9} {:>8.1e} {:>6.0e} {:>8}",

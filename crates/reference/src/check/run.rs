@@ -1,11 +1,13 @@
 //! A device's values against the f64 interpreter, and the promises every device keeps.
 
+use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use graph::{
-    Arena, Device, HostTensor, Invalid, Leaf, NodeId, Plan, Progress, Resident, Result, Segment,
-    Stop, plan,
+    Arena, Code, DType, Device, Error, Fault, Graph, HostTensor, Invalid, Leaf, NodeId, Plan,
+    Progress, Resident, Result, Segment, Shape, Stop, plan,
 };
 
 use super::case::CaseGraph;
@@ -68,7 +70,7 @@ impl<'d> Prepared<'d> {
     fn new(
         device: &'d dyn Device,
         case: &CaseGraph,
-        graph: &graph::Graph,
+        graph: &Graph,
         outputs: &[NodeId],
     ) -> Result<Prepared<'d>> {
         let plan = plan(graph, outputs, device)?;
@@ -131,7 +133,7 @@ pub struct Ran {
 pub fn check(
     device: &dyn Device,
     case: &CaseGraph,
-    graph: &graph::Graph,
+    graph: &Graph,
     outputs: &[NodeId],
     bound: f64,
     segments: bool,
@@ -172,6 +174,130 @@ pub fn check(
         }
     }
     Ok(Ran { measure, failures })
+}
+
+/// Runs `outputs` of a graph, for the error it gives.
+pub fn run(device: &dyn Device, case: &CaseGraph, graph: &Graph, outputs: &[NodeId]) -> Result<()> {
+    let prepared = Prepared::new(device, case, graph, outputs)?;
+    let mut arena = prepared.arena()?;
+    prepared.run(&mut *arena, Segment::default(), &()).map(|_| ())
+}
+
+/// Runs a small plan with bad bindings and lists what did not give a fault with the right code:
+/// what was wrong, and what happened.
+pub fn misuse(device: &dyn Device) -> Vec<(&'static str, String)> {
+    let mut failures = Vec::new();
+    if let Err(e) = misused(device, &mut failures) {
+        failures.push(("preparing", e.to_string()));
+    }
+    failures
+}
+
+fn misused(device: &dyn Device, failures: &mut Vec<(&'static str, String)>) -> Result<()> {
+    let mut graph = Graph::new();
+    let x = graph.leaf("x", Shape::new(&[2, 32])?, DType::F32)?;
+    let w = graph.weight("w", Shape::new(&[4, 32])?, DType::F32)?;
+    let y = graph.project(x, w)?;
+    let y = graph.unary(graph::Unary::Tanh, y)?;
+    let plan = plan(&graph, &[y], device)?;
+
+    let zeros = Aligned::new(&[0; 4 * 32 * 4]);
+    let rows = |n: usize| Leaf::Host(&zeros.bytes()[..n * 32 * 4]);
+    let load = |rows: usize, dtype: DType, len: usize| {
+        let shape = Shape::new(&[rows, 32])?;
+        let bytes = &zeros.bytes()[..len];
+        Ok::<_, Error>(device.load(&HostTensor { dtype, shape, bytes })?)
+    };
+    let weight = load(4, DType::F32, 4 * 32 * 4)?;
+    let smaller = load(2, DType::F32, 2 * 32 * 4)?;
+    let narrower = load(4, DType::F16, 4 * 32 * 2)?;
+    fn bind<'l>(plan: &Plan, x: NodeId, x_leaf: Leaf<'l>, w_leaf: Leaf<'l>) -> Vec<Leaf<'l>> {
+        plan.leaves.iter().map(|slot| if slot.node == x { x_leaf } else { w_leaf }).collect()
+    }
+    let shape = Shape::new(&[4, 32])?;
+    let foreign = Foreign(shape);
+    let start = Segment::default();
+    let beyond = Segment { step: plan.steps.len() + 1, tile: 0 };
+    let mut arena = device.arena(plan.arena_bytes)?;
+    let mut small = device.arena(plan.arena_bytes.saturating_sub(1))?;
+    let good = || bind(&plan, x, rows(2), Leaf::Resident(&*weight));
+
+    let mut check = |what: &'static str,
+                     leaves: Vec<Leaf<'_>>,
+                     arena: &mut dyn Arena,
+                     from,
+                     code: Option<Code>| {
+        match (device.run(&plan, &leaves, arena, from, &()), code) {
+            (Ok(_), _) => failures.push((what, "no fault".into())),
+            (Err(fault), Some(code)) if fault.code != code => {
+                failures.push((what, format!("{} was expected, got: {fault}", code.as_str())));
+            }
+            (Err(_), _) => {}
+        }
+    };
+    let binding = Some(Code::BadBinding);
+    let w = Leaf::Resident(&*weight);
+    let bad = [
+        ("a leaf that is too short", bind(&plan, x, rows(1), w)),
+        ("a leaf that is too long", bind(&plan, x, rows(3), w)),
+        ("a leaf that is not bound", vec![rows(2)]),
+        ("a weight of another shape", bind(&plan, x, rows(2), Leaf::Resident(&*smaller))),
+        ("a weight of another dtype", bind(&plan, x, rows(2), Leaf::Resident(&*narrower))),
+        ("a weight of another device", bind(&plan, x, rows(2), Leaf::Resident(&foreign))),
+    ];
+    for (what, leaves) in bad {
+        check(what, leaves, &mut *arena, start, binding);
+    }
+    check("an arena of another device", good(), &mut Foreign(shape), start, None);
+    check("an arena that is too small", good(), &mut *small, start, None);
+    check("a start beyond the plan", good(), &mut *arena, beyond, None);
+    if load(4, DType::F32, 4 * 32 * 4 - 1).is_ok() {
+        failures.push(("a weight that is too short", "it was loaded".into()));
+    }
+    // None of this may have hurt the device.
+    device.run(&plan, &good(), &mut *arena, start, &())?;
+    Ok(())
+}
+
+/// A weight and an arena that no device knows.
+struct Foreign(Shape);
+
+impl Resident for Foreign {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn shape(&self) -> Shape {
+        self.0
+    }
+
+    fn bytes(&self) -> usize {
+        512
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Arena for Foreign {
+    fn bytes(&self) -> usize {
+        1 << 20
+    }
+
+    fn high_water(&self) -> usize {
+        0
+    }
+
+    fn poison(&mut self) {}
+
+    fn read(&self, _: Range<usize>, _: &mut [u8]) -> std::result::Result<(), Fault> {
+        Err(Fault::binding("", "this arena holds nothing"))
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
 }
 
 /// Runs a plan, stopping at every edge.

@@ -24,6 +24,8 @@ fn every_rule_and_the_interpreter_as_a_device() {
         assert!(rule.elements > 0 || op.refusals > 0, "{}", op.op);
         assert!(op.device.as_ref().unwrap().elements > 0, "{}", op.op);
     }
+    let faults: usize = report.ops.iter().map(|op| op.faults).sum();
+    assert!(faults >= 30, "{faults}");
 }
 
 /// Run with `cargo test --release -p gradus-reference -- --ignored`.
@@ -267,6 +269,14 @@ fn cases_that_show_nothing_are_caught() {
         });
     };
     fails("Log", add, "NaN");
+    let add = |c: &mut Cases| {
+        c.add_outside("nothing outside", |g| {
+            let table = g.float("table", &[3, 4], Fill::Signed)?;
+            let ids = g.ints("ids", &[2], &[0, 2])?;
+            g.graph.gather(table, ids, "y")
+        });
+    };
+    fails("Gather", add, "where a fault was expected");
 }
 
 #[test]
@@ -348,6 +358,8 @@ enum Wrong {
     Greedy,
     /// It faults.
     Faults,
+    /// It says that all went well when something did not.
+    Careless,
 }
 
 struct Broken {
@@ -429,6 +441,10 @@ impl Device for Broken {
             Wrong::Faults => {
                 return Err(Fault::new(Code::Internal, "y", "the device is out of order"));
             }
+            Wrong::Careless => {
+                let ran = Reference.run(&plan, leaves, arena, from, stop);
+                return Ok(ran.unwrap_or(Progress::Done));
+            }
             Wrong::Missing | Wrong::Greedy | Wrong::Resume | Wrong::Stuck => {}
         }
         Reference.run(&plan, leaves, arena, from, stop)
@@ -452,6 +468,13 @@ fn broken_devices_are_caught() {
         let report = check_op(&checks, 1, "Tanh", &cases("Tanh"));
         let caught = report.failures.iter().any(|f| f.check == check && f.found.contains(what));
         assert!(caught, "{wrong:?}: {:?}", report.failures.first());
+    }
+    let device = Broken { wrong: Wrong::Careless, runs: AtomicUsize::new(0) };
+    let checks = Checks { rules: None, device: Some(&device), segments: true };
+    for (op, check, failures) in [("Leaf", "misuse", 9), ("ScatterAdd", "fault", 4)] {
+        let report = check_op(&checks, 1, op, &cases(op));
+        let caught = report.failures.iter().filter(|f| f.check == check).count();
+        assert_eq!(caught, failures, "{:?}", report.failures);
     }
     // A device that stops as soon as it is told to makes progress when it is not.
     let device = Broken { wrong: Wrong::Stuck, runs: AtomicUsize::new(0) };

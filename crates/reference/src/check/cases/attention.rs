@@ -185,10 +185,38 @@ fn setups() -> Vec<(String, Setup)> {
     all
 }
 
+/// Setups whose sequences are not where they can be.
+fn outside() -> Vec<(&'static str, Setup)> {
+    let cache = Some(Cache { dtype: DType::F32, page: 4 });
+    vec![
+        ("rows beyond the last", Setup { seqs: &[[0, 4, 0], [10, 5, 0]], ..BASE }),
+        ("rows before the first", Setup { seqs: &[[-1, 4, 0]], ..BASE }),
+        ("a negative count", Setup { seqs: &[[4, -1, 0]], ..BASE }),
+        ("sums that overflow", Setup { seqs: &[[i32::MAX, i32::MAX, 0]], ..BASE }),
+        ("rows of two sequences", Setup { seqs: &[[0, 6, 0], [8, 3, 0], [5, 2, 0]], ..BASE }),
+        ("a prefix without pages", Setup { seqs: &[[0, 14, 1]], ..BASE }),
+        ("a negative prefix", Setup { seqs: &[[0, 14, -1]], cache, ..BASE }),
+    ]
+}
+
 pub fn attention(c: &mut Cases) {
     for (name, setup) in setups() {
         c.add(name, move |g| setup.attention(g));
     }
+    for (name, setup) in outside() {
+        c.add_outside(name, move |g| setup.attention(g));
+    }
+    c.add_outside("a page that is not there", |g| {
+        let Operands { attrs, q, k, v, seqs, prefix } = CONTINUED.operands(g)?;
+        let &[k_pages, v_pages, _] = prefix.as_slice() else {
+            return Err(Invalid::new("a prefix has three operands"));
+        };
+        let pages = g.graph.node(k_pages).shape.dim(0) as i32;
+        let mut table = [0; 15];
+        table[4] = pages;
+        let table = g.ints("another table", &[5, 3], &table)?;
+        g.graph.push(Op::Attention(attrs), &[q, k, v, seqs, k_pages, v_pages, table], "y")
+    });
     c.add("a window of one row", |g| {
         let setup = Setup { window: Some(1), ..PACKED };
         let y = setup.attention(g)?;
@@ -279,38 +307,48 @@ fn block(g: &mut CaseGraph) -> Made {
 }
 
 pub fn stats(c: &mut Cases) {
+    for (name, setup) in outside() {
+        c.add_outside(name, move |g| statistics(g, setup));
+    }
     for (name, setup) in setups() {
-        c.add(name, move |g| {
-            let Operands { attrs, q, k, seqs, prefix, .. } = setup.operands(g)?;
-            let refused = g.refused();
-            g.expect_all(refused);
-            // Not read, so not in the graph's output.
-            for leaf in ["v", "v pages"].map(|name| g.graph.find_leaf(name)).into_iter().flatten() {
-                g.expect(leaf, Expected::Nothing);
-            }
-            let mut args = vec![q, k, seqs];
-            args.extend(prefix.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, node)| node));
-            g.graph.push(Op::AttentionStats(attrs), &args, "y")
-        });
+        c.add(name, move |g| statistics(g, setup));
     }
 }
 
+fn statistics(g: &mut CaseGraph, setup: Setup) -> Made {
+    let Operands { attrs, q, k, seqs, prefix, .. } = setup.operands(g)?;
+    let refused = g.refused();
+    g.expect_all(refused);
+    // Not read, so not in the graph's output.
+    for leaf in ["v", "v pages"].map(|name| g.graph.find_leaf(name)).into_iter().flatten() {
+        g.expect(leaf, Expected::Nothing);
+    }
+    let mut args = vec![q, k, seqs];
+    args.extend(prefix.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, node)| node));
+    g.graph.push(Op::AttentionStats(attrs), &args, "y")
+}
+
+/// A gradient op by itself, on statistics that are as if from elsewhere.
+fn gradient(g: &mut CaseGraph, setup: Setup, wrt: AttentionOperand) -> Made {
+    let Operands { attrs, q, k, v, seqs, prefix } = setup.operands(g)?;
+    let (rows, heads) = (setup.rows, setup.heads.0);
+    let lse = g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?;
+    let delta = g.float("delta", &[rows, heads], Fill::Signed)?;
+    let dout = g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?;
+    let refused = g.refused();
+    g.expect_all(refused);
+    let mut args = vec![q, k, v, seqs, lse, delta, dout];
+    args.extend(prefix);
+    g.graph.push(Op::AttentionBack { attrs, wrt }, &args, "y")
+}
+
 pub fn back(c: &mut Cases) {
+    for (name, setup) in outside() {
+        c.add_outside(name, move |g| gradient(g, setup, AttentionOperand::K));
+    }
     for (name, setup) in setups() {
         for wrt in [AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V] {
-            let op = move |g: &mut CaseGraph| {
-                let Operands { attrs, q, k, v, seqs, prefix } = setup.operands(g)?;
-                let (rows, heads) = (setup.rows, setup.heads.0);
-                let lse = g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?;
-                let delta = g.float("delta", &[rows, heads], Fill::Signed)?;
-                let dout = g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?;
-                let refused = g.refused();
-                g.expect_all(refused);
-                let mut args = vec![q, k, v, seqs, lse, delta, dout];
-                args.extend(prefix);
-                g.graph.push(Op::AttentionBack { attrs, wrt }, &args, "y")
-            };
-            c.add(format!("{wrt:?}, {name}"), op);
+            c.add(format!("{wrt:?}, {name}"), move |g| gradient(g, setup, wrt));
         }
     }
 }

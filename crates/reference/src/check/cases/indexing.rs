@@ -44,6 +44,18 @@ pub fn gather(c: &mut Cases) {
             g.graph.gather(table, ids, "y")
         });
     }
+    for id in [-1, 5, i32::MIN, i32::MAX] {
+        c.add_outside(format!("id {id} of 5 rows"), move |g| {
+            let table = g.float("table", &[5, 6], Fill::Signed)?;
+            let ids = g.ints("ids", &[3], &[0, id, 2])?;
+            g.graph.gather(table, ids, "y")
+        });
+        c.add_outside(format!("id {id} of a weight of 5 rows"), move |g| {
+            let table = g.weight("table", &[5, 32], DType::Block(TensorType::Q8_0))?;
+            let ids = g.ints("ids", &[3], &[0, id, 2])?;
+            g.graph.gather(table, ids, "y")
+        });
+    }
     c.add("ids cut out of more", |g| {
         let table = g.float("table", &[5, 6], Fill::Signed)?;
         let ids = g.ints("ids", &[7], &[0, 3, 2, 4, 1, 0, 0])?;
@@ -67,6 +79,9 @@ pub fn scatter_add(c: &mut Cases) {
                 });
             }
         }
+    }
+    for id in [-1, 5, i32::MIN, i32::MAX] {
+        c.add_outside(format!("id {id} of 5 rows"), move |g| scatter(g, 5, &[0, id, 2], 6));
     }
     for view in View::STRIDED {
         c.add(format!("{view:?}"), move |g| {

@@ -23,6 +23,13 @@ pub fn cross_entropy(c: &mut Cases) {
             g.graph.push(Op::CrossEntropy, &[logits, labels], "y")
         });
     }
+    for label in [6, i32::MAX] {
+        c.add_outside(format!("label {label} of 6"), move |g| {
+            let logits = g.float("logits", &[3, 6], Fill::Signed)?;
+            let labels = g.ints("labels", &[3], &[-1, 0, label])?;
+            g.graph.push(Op::CrossEntropy, &[logits, labels], "y")
+        });
+    }
     c.add("no row counts", |g| {
         let logits = g.float("logits", &[3, 6], Fill::Signed)?;
         let labels = g.ints("labels", &[3], &[-1, -1, -1])?;
@@ -66,6 +73,9 @@ fn back(g: &mut CaseGraph, vocab: usize, labels: &[i32], zero: Option<usize>) ->
 pub fn cross_entropy_back(c: &mut Cases) {
     for (vocab, labels) in LABELS {
         c.add(format!("labels {labels:?} of {vocab}"), move |g| back(g, vocab, labels, None));
+    }
+    for label in [6, i32::MAX] {
+        c.add_outside(format!("label {label} of 6"), move |g| back(g, 6, &[0, label, 3], None));
     }
     c.add("a cotangent of 0", |g| back(g, 6, &[0, 5, 3, 2], Some(2)));
 }

@@ -146,6 +146,13 @@ pub fn lora(c: &mut Cases) {
     for (name, ranks, rows) in ADAPTERS {
         c.add(name, move |g| with_adapter(g, ranks, &rows));
     }
+    for slot in [2, i32::MAX] {
+        c.add_outside(format!("slot {slot} of 2"), move |g| {
+            let mut rows = [0; ROWS];
+            rows[5] = slot;
+            with_adapter(g, &[3, 2], &rows)
+        });
+    }
     for (view, name) in [(View::Columns, "columns"), (View::Transposed, "transposed")] {
         c.add(format!("x and base in {name}"), move |g| {
             let x = g.viewed("x", &[6, 16], view, Fill::Signed)?;
