@@ -75,14 +75,20 @@ enum Kind {
     Memory,
 }
 
-/// Products of multiply and add that a thread does in about half a millisecond, at most.
+/// Multiplications that a thread does in about half a millisecond, at most: what a tile has
+/// where its columns are not too long.
 const MOST: usize = 32 << 20;
 
-/// As many as make claiming a tile worth while.
-const LEAST: usize = 1 << 18;
+/// As many as make claiming a tile worth while: some microseconds.
+const LEAST: usize = 1 << 19;
 
-/// Tiles that a product is cut into where its size permits.
+/// Tiles that a product is cut into where its size permits: of many rows, and of few, where a
+/// tile is short and does little that other tiles do again.
 const TILES: usize = 16;
+const SMALL_TILES: usize = 64;
+
+/// Rows that take as long as one: its time is the weight's way from memory.
+const FREE_ROWS: usize = 6;
 
 /// Bytes of rows that stay in the second-level cache beside a few panels.
 const ROW_BYTES: usize = 512 << 10;
@@ -110,15 +116,15 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
     let (batch, m, n, k) = sizes(a, b, out, ta);
     let all = n.div_ceil(PANEL).max(1);
     let depth = (k * PANEL).max(1);
-    let total = batch.saturating_mul(m).saturating_mul(all).saturating_mul(depth);
-    let goal = (total / TILES).clamp(LEAST, MOST);
+    let total = [m.max(FREE_ROWS), all, depth].into_iter().fold(batch, usize::saturating_mul);
+    let tiles = if m <= 4 * FREE_ROWS { SMALL_TILES } else { TILES };
+    let goal = (total / tiles).clamp(LEAST, MOST);
     let (rows, panels) = match kind {
         Kind::Quantized | Kind::Packed => {
             let bytes = if kind == Kind::Quantized { k + k / UNIT * 8 } else { k * 4 };
             let cached = (ROW_BYTES / bytes.max(1)).next_multiple_of(24).clamp(48, ROWS);
             let rows = m.div_ceil(m.div_ceil(cached).max(1)).next_multiple_of(24).min(m);
-            // One row takes as long as several: its time is the weight's way from memory.
-            let panels = (goal / depth / rows.max(6)).clamp(1, all);
+            let panels = (goal / depth / rows.max(FREE_ROWS)).clamp(1, all);
             (rows, if panels > 3 { panels / 3 * 3 } else { panels })
         }
         Kind::Transposed | Kind::Memory => {
@@ -126,7 +132,8 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             // make whole units.
             let units = (goal / depth).max(1);
             let panels = [12, 6, 2].into_iter().find(|p| units / p >= 96).unwrap_or(2);
-            let rows = (units / panels).next_multiple_of(24).max(72);
+            let long = (4 * MOST / depth / panels).clamp(24, 72);
+            let rows = (units / panels).max(long).next_multiple_of(24);
             let rows = m.div_ceil(m.div_ceil(rows).max(1)).next_multiple_of(24).min(m);
             let panels = (units / rows.max(1)).clamp(panels, float::TILE_PANELS) / 2 * 2;
             (rows, panels)
