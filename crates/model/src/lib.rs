@@ -1,1 +1,36 @@
-//! Part of Gradus.
+//! GGUF models as graphs: architectures, weights, caches, adapters, and the engine that runs
+//! batches of rows over them.
+//!
+//! Knows: what the tensors of a model mean, which graph computes them, how sequences are kept
+//! in a paged cache, how text becomes tokens and tokens become text.
+//! Must not know: HTTP, jobs, losses, optimizers, or how a device computes an op.
+//!
+//! - An architecture is one file in [`arch`]: a function from hyper-parameters to graph nodes.
+//! - [`Net`] is what it builds with: every projection goes through [`Net::linear`], every
+//!   embedding through [`Net::embed`], which is where adapters apply.
+//! - [`Model`] is a loaded file; [`Engine`] runs rows of many sequences over it.
+#![deny(clippy::indexing_slicing)]
+
+mod adapter;
+pub mod arch;
+mod cache;
+mod engine;
+mod error;
+mod footprint;
+mod generate;
+mod model;
+mod net;
+mod perplexity;
+mod weights;
+
+pub use adapter::{Adapter, LoraTensor};
+pub use arch::{Architecture, Geometry};
+pub use cache::{Cache, SeqId};
+pub use engine::{Engine, EngineConfig, Rows, WantLogits};
+pub use error::{Error, Result};
+pub use footprint::arena_bytes;
+pub use generate::{Finish, GenerateConfig, Generated, generate};
+pub use model::{Model, thread_count};
+pub use net::{LoraShape, Net, NetConfig, PrefixShape};
+pub use perplexity::{Perplexity, perplexity};
+pub use weights::{TensorSource, Weight, Weights};

@@ -1,0 +1,167 @@
+//! A loaded model file.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use graph::{DType, Device};
+
+use crate::{Architecture, Error, Geometry, Net, NetConfig, Result, Weights, arch};
+
+/// A model: its architecture, its weights on a device, its tokenizer and chat template.
+pub struct Model {
+    path: PathBuf,
+    arch_name: String,
+    arch: Box<dyn Architecture>,
+    weights: Weights,
+    metadata: gguf::Metadata,
+    tokenizer: text::Tokenizer,
+    /// The template, or why there is none.
+    template: std::result::Result<text::ChatTemplate, String>,
+    device: Arc<dyn Device>,
+}
+
+/// Worker threads to use where nothing else is said: what the machine offers, at most 64.
+pub fn thread_count() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(64)
+}
+
+impl Model {
+    /// Loads a GGUF file: reads its hyper-parameters, packs its weights into the device's own
+    /// memory, and drops the map.
+    ///
+    /// # Errors
+    /// When the file is damaged, its architecture is not supported, a tensor is missing, of
+    /// another shape, or not part of the architecture, or memory is out.
+    pub fn load(path: &Path, device: Arc<dyn Device>) -> Result<Model> {
+        Model::from_gguf(gguf::Gguf::open(path)?, device)
+    }
+
+    /// As [`Model::load`], from a file that is open already.
+    ///
+    /// # Errors
+    /// As [`Model::load`].
+    pub fn from_gguf(file: gguf::Gguf, device: Arc<dyn Device>) -> Result<Model> {
+        let path = file.path().to_path_buf();
+        let (arch_name, arch) = arch::read(&file)?;
+        let names = tensor_names(&file, arch.as_ref())?;
+        let tokenizer = text::Tokenizer::from_metadata(file.metadata())?;
+        let vocab = arch.geometry().vocab;
+        if tokenizer.vocab_size() > vocab {
+            return Err(Error::new(format!(
+                "{}: the tokenizer has {} tokens, but `token_embd.weight` only {vocab} rows",
+                path.display(),
+                tokenizer.vocab_size()
+            )));
+        }
+        let template =
+            text::ChatTemplate::from_metadata(file.metadata()).map_err(|e| e.to_string());
+        let weights = Weights::load(&file, &names, device.as_ref())?;
+        Ok(Model {
+            path,
+            arch_name,
+            arch,
+            weights,
+            metadata: file.into_metadata(),
+            tokenizer,
+            template,
+            device,
+        })
+    }
+
+    /// The file it was loaded from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `general.architecture`.
+    pub fn arch_name(&self) -> &str {
+        &self.arch_name
+    }
+
+    /// The architecture with this file's hyper-parameters.
+    pub fn arch(&self) -> &dyn Architecture {
+        self.arch.as_ref()
+    }
+
+    /// Its shape.
+    pub fn geometry(&self) -> &Geometry {
+        self.arch.geometry()
+    }
+
+    /// Its tensors on the device.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// The file's metadata.
+    pub fn metadata(&self) -> &gguf::Metadata {
+        &self.metadata
+    }
+
+    /// The tokenizer of the file's vocabulary.
+    pub fn tokenizer(&self) -> &text::Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The file's chat template.
+    ///
+    /// # Errors
+    /// When the file has none or it does not parse.
+    pub fn template(&self) -> Result<&text::ChatTemplate> {
+        self.template.as_ref().map_err(|why| Error::new(why.clone()))
+    }
+
+    /// The device its weights are on.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// The values of a float tensor, read from the file again, as f32.
+    ///
+    /// # Errors
+    /// When there is no such tensor or it cannot be read.
+    pub fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
+        let file = gguf::Gguf::open(&self.path)?;
+        Ok(file.require(name)?.to_f32()?)
+    }
+
+    /// The names of every projection an adapter can sit on, in order.
+    pub fn projections(&self) -> Vec<String> {
+        let is_target = |name: &str, w: &crate::Weight| {
+            w.shape.rank() == 2 && name.ends_with(".weight") && name != "token_embd.weight"
+        };
+        self.weights.iter().filter(|(n, w)| is_target(n, w)).map(|(n, _)| n.to_string()).collect()
+    }
+}
+
+/// The tensors the architecture asks for, found by building its graph; refuses a file that has
+/// others, since leaving a tensor out would compute something else than the file's author meant.
+fn tensor_names(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Vec<String>> {
+    let config = NetConfig {
+        rows: 1,
+        seqs: 1,
+        logit_rows: 1,
+        cache: DType::F32,
+        prefix: None,
+        adapters: Vec::new(),
+        trainable: BTreeSet::new(),
+    };
+    let mut net = Net::new(file, &config);
+    let built = arch.hidden(&mut net).and_then(|h| net.logits(arch, h, 1));
+    let name = file.path().display();
+    built.map_err(|e| match e {
+        Error::Model(message) => Error::Model(format!("{name}: {message}")),
+        other => other,
+    })?;
+    for tensor in file.tensors() {
+        if !net.used().contains(&tensor.info.name) {
+            return Err(Error::new(format!(
+                "{name}: tensor `{}` is not part of the architecture as Gradus knows it; running \
+                 without it would give other results than the file's author meant",
+                tensor.info.name
+            )));
+        }
+    }
+    Ok(net.used().iter().cloned().collect())
+}

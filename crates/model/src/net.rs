@@ -1,0 +1,350 @@
+//! What an architecture builds its graph with.
+//!
+//! The same architecture function builds the served graph, the training graph and a check's
+//! graph. What differs is in [`NetConfig`]: how many rows, where earlier keys and values come
+//! from, which adapters apply, which weights are trained.
+
+use std::collections::BTreeSet;
+
+use graph::{AttentionAttrs, DType, GluKind, Graph, NodeId, Op, RopeAngles, RopeStyle, Shape};
+
+use crate::weights::TensorSource;
+use crate::{Error, Result};
+
+/// The shape of one adapter slot's tensor pair on one target.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct LoraShape {
+    /// The base tensor, e.g. `blk.0.attn_q.weight`.
+    pub target: String,
+    /// The rank of its A and B.
+    pub rank: usize,
+}
+
+/// The shape of the paged cache a graph reads.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct PrefixShape {
+    /// Pages of each layer's pool.
+    pub pages: usize,
+    /// Positions per page.
+    pub page: usize,
+    /// Page table entries per sequence.
+    pub table: usize,
+}
+
+/// What a graph is built for. Equal configurations give equal graphs.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct NetConfig {
+    /// Token rows.
+    pub rows: usize,
+    /// Sequence descriptors.
+    pub seqs: usize,
+    /// Rows whose hidden state goes to the head; 0 builds no head.
+    pub logit_rows: usize,
+    /// The dtype keys and values pass through before attention reads them.
+    pub cache: DType,
+    /// The cache that holds earlier positions, if any.
+    pub prefix: Option<PrefixShape>,
+    /// Per adapter slot, what it adapts.
+    pub adapters: Vec<Vec<LoraShape>>,
+    /// Float tensors that are host leaves, to be trained or differentiated.
+    pub trainable: BTreeSet<String>,
+}
+
+/// A graph under construction. Leaves are named: `tokens` i32 [T], `positions` i32 [T],
+/// `seqs` i32 [S, 3], `table` i32 [S, M], `logit_rows` i32 [L], `cache.LAYER.k` and `.v`,
+/// `lora_rows.SLOTS` i32 [T] and `lora_rows.SLOTS.head` i32 [L] (see [`Net::lora_rows_name`]), `SLOT:TENSOR.lora_a`, `.lora_b`,
+/// `.lora_scale`, and the model's own tensor names.
+pub struct Net<'a> {
+    /// The graph so far.
+    pub graph: Graph,
+    /// Per layer, the keys `[T, Hkv, D]` and values `[T, Hkv, Dv]` of the rows, in the cache's
+    /// dtype: what the engine appends to the cache.
+    pub kv: Vec<(NodeId, NodeId)>,
+    config: &'a NetConfig,
+    tensors: &'a dyn TensorSource,
+    layer: Option<u32>,
+    /// Inside the head: which of the logit rows are being computed.
+    head: Option<(usize, usize)>,
+    used: BTreeSet<String>,
+}
+
+impl<'a> Net<'a> {
+    /// An empty graph over these tensors.
+    pub fn new(tensors: &'a dyn TensorSource, config: &'a NetConfig) -> Net<'a> {
+        let (graph, kv, used) = (Graph::new(), Vec::new(), BTreeSet::new());
+        Net { graph, kv, config, tensors, layer: None, head: None, used }
+    }
+
+    /// What it is built for.
+    pub fn config(&self) -> &NetConfig {
+        self.config
+    }
+
+    /// The names of the tensors asked for so far.
+    pub fn used(&self) -> &BTreeSet<String> {
+        &self.used
+    }
+
+    /// Nodes from here on belong to this layer.
+    pub fn enter_layer(&mut self, layer: usize) {
+        self.layer = u32::try_from(layer).ok();
+        self.graph.set_layer(self.layer);
+    }
+
+    /// Nodes from here on belong to no layer.
+    pub fn leave_layers(&mut self) {
+        self.layer = None;
+        self.graph.set_layer(None);
+    }
+
+    /// True when the model has this tensor.
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.tensor(name).is_some()
+    }
+
+    /// A tensor of the model, of exactly this shape.
+    fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<NodeId> {
+        let (shape, dtype) = self.tensors.tensor(name).ok_or_else(|| {
+            Error::new(format!("tensor `{name}` is missing; the architecture needs it as {dims:?}"))
+        })?;
+        if shape.dims() != dims {
+            return Err(Error::new(format!(
+                "tensor `{name}` has shape {shape}, the architecture needs {dims:?}"
+            )));
+        }
+        self.used.insert(name.to_string());
+        if self.config.trainable.contains(name) {
+            if !dtype.is_float() {
+                // Kept as the quantized weight it is: differentiating it is refused by name.
+                return Ok(self.graph.weight(name, shape, dtype)?);
+            }
+            return Ok(self.graph.leaf(name, shape, DType::F32)?);
+        }
+        Ok(match shape.rank() {
+            1 => self.graph.leaf(name, shape, DType::F32)?,
+            _ => self.graph.weight(name, shape, dtype)?,
+        })
+    }
+
+    fn input(&mut self, name: &str, dims: &[usize]) -> Result<NodeId> {
+        Ok(self.graph.leaf(name, Shape::new(dims)?, DType::I32)?)
+    }
+
+    /// Rows of the embedding table `[vocab, width]` for the input tokens: `[T, width]`.
+    ///
+    /// # Errors
+    /// When the tensor is missing or of another shape.
+    pub fn embed(&mut self, name: &str, vocab: usize, width: usize) -> Result<NodeId> {
+        let table = self.tensor(&format!("{name}.weight"), &[vocab, width])?;
+        let ids = self.input("tokens", &[self.config.rows])?;
+        Ok(self.graph.gather(table, ids, name)?)
+    }
+
+    /// `x . W^T`, plus every adapter on it, plus the bias if the model has one: `[T, out]`.
+    ///
+    /// # Errors
+    /// When the tensor is missing or of another shape.
+    pub fn linear(&mut self, x: NodeId, name: &str, out: usize) -> Result<NodeId> {
+        let width = self.graph.node(x).shape.cols();
+        let weight_name = format!("{name}.weight");
+        let w = self.tensor(&weight_name, &[out, width])?;
+        let y = self.graph.project(x, w)?;
+        let y = self.adapt(x, y, &weight_name, out)?;
+        let bias_name = format!("{name}.bias");
+        if !self.has(&bias_name) {
+            return Ok(y);
+        }
+        let bias = self.tensor(&bias_name, &[out])?;
+        Ok(self.graph.add(y, bias)?)
+    }
+
+    /// The name of the leaf that says which adapter slot of `slots` each row uses.
+    pub fn lora_rows_name(slots: &[usize]) -> String {
+        let list: Vec<String> = slots.iter().map(ToString::to_string).collect();
+        format!("lora_rows.{}", list.join("+"))
+    }
+
+    fn adapt(&mut self, x: NodeId, y: NodeId, target: &str, out: usize) -> Result<NodeId> {
+        let config = self.config;
+        let width = self.graph.node(x).shape.cols();
+        let mut slots = Vec::new();
+        let mut operands = Vec::new();
+        for (slot, tensors) in config.adapters.iter().enumerate() {
+            let Some(lora) = tensors.iter().find(|t| t.target == target) else { continue };
+            slots.push(slot);
+            for (part, dims) in [
+                ("lora_a", vec![lora.rank, width]),
+                ("lora_b", vec![out, lora.rank]),
+                ("lora_scale", vec![1]),
+            ] {
+                let name = format!("{slot}:{target}.{part}");
+                operands.push(self.graph.leaf(&name, Shape::new(&dims)?, DType::F32)?);
+            }
+        }
+        if slots.is_empty() {
+            return Ok(y);
+        }
+        let rows_name = Net::lora_rows_name(&slots);
+        let row_slots = match self.head {
+            None => self.input(&rows_name, &[config.rows])?,
+            Some((start, len)) => {
+                let all = self.input(&format!("{rows_name}.head"), &[config.logit_rows])?;
+                self.graph.slice(all, 0, start, len)?
+            }
+        };
+        let mut args = vec![x, y, row_slots];
+        args.extend(operands);
+        Ok(self.graph.push(Op::Lora { slots: slots.len() }, &args, target)?)
+    }
+
+    /// RMS normalization of the last dimension with a weight of its width.
+    ///
+    /// # Errors
+    /// When the tensor is missing or of another shape.
+    pub fn rms_norm(&mut self, x: NodeId, name: &str, eps: f32) -> Result<NodeId> {
+        let width = self.graph.node(x).shape.cols();
+        let w = self.tensor(&format!("{name}.weight"), &[width])?;
+        Ok(self.graph.rms_norm(x, w, eps)?)
+    }
+
+    /// `[T, heads * width]` as `[T, heads, width]`.
+    ///
+    /// # Errors
+    /// When the widths do not match.
+    pub fn heads(&mut self, x: NodeId, heads: usize, width: usize) -> Result<NodeId> {
+        let rows = self.graph.node(x).shape.dim(0);
+        Ok(self.graph.reshape(x, &[rows, heads, width])?)
+    }
+
+    /// Rotary embedding of `[T, H, D]` by the rows' positions. `factors` names a tensor of
+    /// `dims/2` frequency factors.
+    ///
+    /// # Errors
+    /// When the widths do not match.
+    pub fn rope(
+        &mut self,
+        x: NodeId,
+        style: RopeStyle,
+        angles: RopeAngles,
+        factors: Option<&str>,
+    ) -> Result<NodeId> {
+        let positions = self.input("positions", &[self.config.rows])?;
+        let mut args = vec![positions];
+        if let Some(name) = factors {
+            args.push(self.tensor(name, &[angles.dims / 2])?);
+        }
+        // One table serves all layers, so it belongs to none.
+        self.graph.set_layer(None);
+        let table = self.graph.push(Op::RopeTable(angles), &args, "rope");
+        self.graph.set_layer(self.layer);
+        let name = self.graph.node(x).name.clone();
+        Ok(self.graph.push(Op::Rope { style, inverse: false }, &[x, table?], &name)?)
+    }
+
+    /// Causal attention of q `[T, Hq, D]` over the rows' own keys and values and the cached
+    /// ones: `[T, Hq * Dv]`. Keys and values pass through the cache's dtype in every graph.
+    ///
+    /// # Errors
+    /// When the widths do not match.
+    pub fn attention(
+        &mut self,
+        q: NodeId,
+        k: NodeId,
+        v: NodeId,
+        scale: f32,
+        window: Option<u32>,
+    ) -> Result<NodeId> {
+        let config = self.config;
+        let layer = self.kv.len();
+        let k_seen = self.graph.round(k, config.cache)?;
+        let v_seen = self.graph.round(v, config.cache)?;
+        let k_kept = self.graph.cast(k, config.cache)?;
+        let v_kept = self.graph.cast(v, config.cache)?;
+        self.kv.push((k_kept, v_kept));
+
+        let seqs = self.input("seqs", &[config.seqs, 3])?;
+        let mut args = vec![q, k_seen, v_seen, seqs];
+        if let Some(prefix) = &config.prefix {
+            for (part, of) in [("k", k), ("v", v)] {
+                let shape = self.graph.node(of).shape;
+                let dims = [prefix.pages, prefix.page, shape.dim(1), shape.dim(2)];
+                let name = format!("cache.{layer}.{part}");
+                args.push(self.graph.leaf(&name, Shape::new(&dims)?, config.cache)?);
+            }
+            args.push(self.input("table", &[config.seqs, prefix.table])?);
+        }
+        let attrs = AttentionAttrs {
+            scale: scale.into(),
+            window,
+            softcap: None,
+            prefix: config.prefix.is_some(),
+        };
+        let name = format!("blk.{layer}.attn");
+        let out = self.graph.push(Op::Attention(attrs), &args, &name)?;
+        let shape = self.graph.node(out).shape;
+        Ok(self.graph.reshape(out, &[shape.dim(0), shape.dim(1) * shape.dim(2)])?)
+    }
+
+    /// `act(gate) * up`.
+    ///
+    /// # Errors
+    /// When the widths differ.
+    pub fn glu(&mut self, kind: GluKind, gate: NodeId, up: NodeId) -> Result<NodeId> {
+        let name = self.graph.node(gate).name.clone();
+        Ok(self.graph.push(Op::Glu(kind), &[gate, up], &name)?)
+    }
+
+    /// `a + b`.
+    ///
+    /// # Errors
+    /// When the shapes do not broadcast.
+    pub fn add(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
+        Ok(self.graph.add(a, b)?)
+    }
+
+    /// `x * scale`.
+    ///
+    /// # Errors
+    /// When `scale` is not finite.
+    pub fn scale(&mut self, x: NodeId, scale: f32) -> Result<NodeId> {
+        Ok(self.graph.affine(x, scale, 0.0)?)
+    }
+
+    /// `cap * tanh(x / cap)`.
+    ///
+    /// # Errors
+    /// When `cap` is 0 or not finite.
+    pub fn softcap(&mut self, x: NodeId, cap: f32) -> Result<NodeId> {
+        let x = self.graph.affine(x, 1.0 / cap, 0.0)?;
+        let x = self.graph.unary(graph::Unary::Tanh, x)?;
+        Ok(self.graph.affine(x, cap, 0.0)?)
+    }
+
+    /// The logits of the configured rows of `hidden [T, E]`, in pieces of at most `piece` rows:
+    /// a loss reads one piece at a time, so that `[L, vocab]` never exists whole.
+    ///
+    /// # Errors
+    /// As [`crate::Architecture::logits`].
+    pub fn logits(
+        &mut self,
+        arch: &dyn crate::Architecture,
+        hidden: NodeId,
+        piece: usize,
+    ) -> Result<Vec<NodeId>> {
+        let total = self.config.logit_rows;
+        let rows = self.input("logit_rows", &[total])?;
+        let all = self.graph.gather(hidden, rows, "logit_rows")?;
+        let mut pieces = Vec::new();
+        let mut start = 0;
+        while start < total {
+            let len = piece.clamp(1, total - start);
+            let x = if len == total { all } else { self.graph.slice(all, 0, start, len)? };
+            self.head = Some((start, len));
+            let logits = arch.logits(self, x);
+            self.head = None;
+            pieces.push(logits?);
+            start += len;
+        }
+        Ok(pieces)
+    }
+}

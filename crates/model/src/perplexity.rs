@@ -1,0 +1,94 @@
+//! Perplexity of a text, as llama.cpp's `llama-perplexity` measures it.
+
+use crate::{Engine, Error, Result, Rows, WantLogits};
+
+/// What a text is worth to a model.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub struct Perplexity {
+    /// `exp(nll)`.
+    pub perplexity: f64,
+    /// The mean negative log-likelihood of the scored tokens, in nats.
+    pub nll: f64,
+    /// The standard error of `nll`, in nats.
+    pub error: f64,
+    /// Windows evaluated.
+    pub windows: usize,
+    /// Tokens scored.
+    pub scored: usize,
+}
+
+/// Bytes of logits held at a time.
+const LOGIT_BYTES: usize = 64 << 20;
+
+/// Measures `tokens` in windows of `ctx` tokens without overlap; the last, incomplete one is
+/// left out. The first token of each window is replaced by `bos` where there is one, and its
+/// tokens from `ctx / 2 + 1` on are scored. `on` hears after every window how many of how many
+/// are done and the perplexity so far; when it returns false, the rest is left out.
+///
+/// # Errors
+/// When `ctx` is below 4 or the text is shorter than a window, or the engine fails.
+pub fn perplexity(
+    engine: &mut Engine,
+    tokens: &[u32],
+    ctx: usize,
+    bos: Option<u32>,
+    adapter: Option<usize>,
+    on: &mut dyn FnMut(usize, usize, f64) -> bool,
+) -> Result<Perplexity> {
+    let vocab = engine.model().geometry().vocab;
+    if ctx < 4 {
+        return Err(Error::new(format!("the window is {ctx} tokens, expected at least 4")));
+    }
+    if tokens.len() < ctx {
+        return Err(Error::new(format!(
+            "the text has {} tokens, which does not fill one window of {ctx}; use a longer text or \
+             a shorter window",
+            tokens.len()
+        )));
+    }
+    let piece = (LOGIT_BYTES / (vocab * 4)).max(1);
+    let windows = tokens.chunks_exact(ctx);
+    let count = windows.len();
+    let (mut sum, mut squares, mut scored, mut done) = (0.0, 0.0, 0usize, 0);
+    for window in windows {
+        let mut fed = window.to_vec();
+        if let (Some(bos), Some(first)) = (bos, fed.first_mut()) {
+            *first = bos;
+        }
+        let seq = engine.cache().open();
+        let mut score = || -> Result<()> {
+            // The last token is only predicted.
+            let (context, rest) = fed.split_at(ctx / 2);
+            let rest = rest.split_last().map_or(rest, |(_, rest)| rest);
+            engine.forward(&[Rows { seq, tokens: context, adapter, want: WantLogits::None }])?;
+            let mut labels = window.iter().skip(ctx / 2 + 1);
+            for tokens in rest.chunks(piece) {
+                let rows = Rows { seq, tokens, adapter, want: WantLogits::All };
+                let logits = engine.forward(&[rows])?.pop().unwrap_or_default();
+                for (row, &label) in
+                    logits.chunks_exact(vocab).zip(labels.by_ref().take(tokens.len()))
+                {
+                    let logprob = text::sampler::log_prob(row, label).ok_or_else(|| {
+                        Error::new(format!("token {label} is outside of the vocabulary"))
+                    })?;
+                    let nll = -f64::from(logprob);
+                    sum += nll;
+                    squares += nll * nll;
+                    scored += 1;
+                }
+            }
+            Ok(())
+        };
+        let result = score();
+        engine.cache().close(seq);
+        result?;
+        done += 1;
+        if !on(done, count, (sum / scored as f64).exp()) {
+            break;
+        }
+    }
+    let nll = sum / scored as f64;
+    let variance = (squares / scored as f64 - nll * nll).max(0.0);
+    let error = (variance / (scored.max(2) - 1) as f64).sqrt();
+    Ok(Perplexity { perplexity: nll.exp(), nll, error, windows: done, scored })
+}

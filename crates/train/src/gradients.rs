@@ -1,0 +1,363 @@
+//! The gradient of a window's loss: the model's own graph, differentiated.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use graph::{Arena, DType, Leaf, NodeId, Plan, Progress, Recompute, Segment, Shape, Stop};
+use model::{Adapter, Model, Net, NetConfig};
+
+use crate::{Error, Example, Result, Window};
+
+/// What a gradient graph is built for.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct GraphConfig {
+    /// Rows of a window; shorter windows are padded.
+    pub rows: usize,
+    /// The dtype keys and values pass through; the cache's when the adapter is served.
+    pub cache: DType,
+    /// What is kept for the backward pass.
+    pub recompute: Recompute,
+}
+
+impl Default for GraphConfig {
+    fn default() -> GraphConfig {
+        GraphConfig { rows: 512, cache: DType::F16, recompute: Recompute::None }
+    }
+}
+
+/// What a gradient is taken of: an adapter's matrices, and float tensors of the model by name.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Parameters {
+    /// The adapter, if any.
+    pub adapter: Option<Adapter>,
+    /// Values of float tensors that are trained or differentiated.
+    pub weights: BTreeMap<String, Vec<f32>>,
+}
+
+/// A loss and its gradient.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Measured {
+    /// The weighted sum of the tokens' negative log-likelihoods, in nats, divided by the total
+    /// weight that was asked for.
+    pub loss: f64,
+    /// By leaf name (`0:TENSOR.lora_a`, `0:TENSOR.lora_b`, `TENSOR`), in that order.
+    pub grads: BTreeMap<String, Vec<f32>>,
+}
+
+/// Bytes of logits computed at a time.
+const PIECE_BYTES: usize = 128 << 20;
+
+/// Most packed sequences of a window, per row.
+const SEQS_PER_ROW: usize = 4;
+
+struct Built {
+    logit_rows: usize,
+    plan: Plan,
+    /// Outputs of the plan: negative log-likelihoods per piece of rows, then the gradients.
+    pieces: usize,
+    grads: Vec<String>,
+}
+
+/// Builds gradient graphs for a model and runs them over windows.
+pub struct Gradients<'m> {
+    model: &'m Model,
+    config: GraphConfig,
+    built: Vec<Built>,
+    arena: Option<Box<dyn Arena>>,
+}
+
+impl<'m> Gradients<'m> {
+    /// For a model.
+    ///
+    /// # Errors
+    /// When the window is empty or longer than 2^20 rows.
+    pub fn new(model: &'m Model, config: GraphConfig) -> Result<Gradients<'m>> {
+        if config.rows == 0 || config.rows > 1 << 20 {
+            return Err(Error::Setting(format!(
+                "the window is {} rows, expected 1 to 2^20",
+                config.rows
+            )));
+        }
+        Ok(Gradients { model, config, built: Vec::new(), arena: None })
+    }
+
+    /// Most sequences a window may hold.
+    pub fn most_sequences(&self) -> usize {
+        (self.config.rows / SEQS_PER_ROW).max(1)
+    }
+
+    /// The plan for windows of which every row may carry loss: the largest there is.
+    ///
+    /// # Errors
+    /// The refusal, when the graph cannot be differentiated or run.
+    pub fn plan(&mut self, parameters: &Parameters) -> Result<&Plan> {
+        let i = self.build(self.config.rows, parameters)?;
+        match self.built.get(i) {
+            Some(built) => Ok(&built.plan),
+            None => Err(Error::Stopped("a plan went missing".into())),
+        }
+    }
+
+    /// The arena's size and the highest byte any run has written, in bytes; both 0 before the
+    /// first run.
+    pub fn arena(&self) -> (usize, usize) {
+        self.arena.as_ref().map_or((0, 0), |a| (a.bytes(), a.high_water()))
+    }
+
+    /// The loss of a window and its gradient. `total` is the weight the loss is divided by: the
+    /// window's own, or that of all windows of a step.
+    ///
+    /// # Errors
+    /// The refusal before anything runs; a fault; or a number that is not finite, by name.
+    pub fn of(
+        &mut self,
+        window: &Window,
+        total: f64,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<Measured> {
+        let vocab = self.model.geometry().vocab;
+        let rows = self.config.rows;
+        if window.rows() > rows || window.examples.len() > self.most_sequences() {
+            return Err(Error::Data(format!(
+                "a window of {} rows and {} sequences; at most {rows} and {} fit",
+                window.rows(),
+                window.examples.len(),
+                self.most_sequences()
+            )));
+        }
+        if total.is_nan() || total <= 0.0 {
+            return Err(Error::Data("no token of the window carries loss".into()));
+        }
+        let mut tokens = vec![0i32; rows];
+        let mut positions = vec![0i32; rows];
+        let mut slots = vec![-1i32; rows];
+        let mut seqs = vec![0i32; self.most_sequences() * 3];
+        let (mut logit_rows, mut labels, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+        let mut first = 0usize;
+        for (i, example) in window.examples.iter().enumerate() {
+            let n = example.tokens.len().saturating_sub(1);
+            if let Some(bad) = example.tokens.iter().find(|&&t| t as usize >= vocab) {
+                return Err(Error::Data(format!("token {bad} is outside of the vocabulary")));
+            }
+            for (k, value) in [first, n, 0].into_iter().enumerate() {
+                put(&mut seqs, i * 3 + k, value as i32);
+            }
+            let next = example.tokens.iter().zip(&example.weights).skip(1);
+            for (j, (&token, (&label, &weight))) in example.tokens.iter().zip(next).enumerate() {
+                put(&mut tokens, first + j, token as i32);
+                put(&mut positions, first + j, j as i32);
+                put(&mut slots, first + j, 0);
+                if weight != 0.0 {
+                    logit_rows.push((first + j) as i32);
+                    labels.push(label as i32);
+                    weights.push((f64::from(weight) / total) as f32);
+                }
+            }
+            first += n;
+        }
+        let wanted = logit_rows.len();
+        if wanted == 0 {
+            return Err(Error::Data("no token of the window carries loss".into()));
+        }
+        let bucket = if wanted <= 64 { 64 } else { wanted.next_multiple_of(64) };
+        logit_rows.resize(bucket, 0);
+        labels.resize(bucket, -1);
+        weights.resize(bucket, 0.0);
+        let head_slots: Vec<i32> = labels.iter().map(|&l| if l < 0 { -1 } else { 0 }).collect();
+
+        let which = self.build(bucket, parameters)?;
+        let Some(built) = self.built.get(which) else {
+            return Err(Error::Stopped("a plan went missing".into()));
+        };
+        let mut inputs: HashMap<&str, Leaf<'_>> = HashMap::new();
+        for (name, list) in [
+            ("tokens", &tokens),
+            ("positions", &positions),
+            ("seqs", &seqs),
+            ("logit_rows", &logit_rows),
+            ("labels", &labels),
+            ("lora_rows.0", &slots),
+            ("lora_rows.0.head", &head_slots),
+        ] {
+            inputs.insert(name, Leaf::Host(bytemuck::cast_slice(list)));
+        }
+        inputs.insert("loss_weights", Leaf::Host(bytemuck::cast_slice(&weights)));
+        let mut leaves = Vec::with_capacity(built.plan.leaves.len());
+        for slot in &built.plan.leaves {
+            let name: &str = &slot.name;
+            let leaf = inputs
+                .get(name)
+                .copied()
+                .or_else(|| parameters.value(name).map(|v| Leaf::Host(bytemuck::cast_slice(v))))
+                .or_else(|| self.model.weights().get(name).map(|w| w.leaf()));
+            leaves
+                .push(leaf.ok_or_else(|| Error::Stopped(format!("nothing is bound to `{name}`")))?);
+        }
+        let device = self.model.device();
+        let arena = match &mut self.arena {
+            Some(arena) if arena.bytes() >= built.plan.arena_bytes => arena,
+            slot => slot.insert(device.arena(built.plan.arena_bytes)?),
+        };
+        let mut from = Segment::default();
+        while let Progress::Stopped(at) =
+            device.run(&built.plan, &leaves, arena.as_mut(), from, stop)?
+        {
+            from = at;
+        }
+
+        let mut outputs = built.plan.outputs.iter();
+        let mut loss = 0.0;
+        let mut row = 0;
+        for slot in outputs.by_ref().take(built.pieces) {
+            let mut nll = vec![0f32; slot.shape.elements()];
+            arena.read(slot.range.clone(), bytemuck::cast_slice_mut(&mut nll))?;
+            for value in nll {
+                let weight = weights.get(row).copied().unwrap_or(0.0);
+                if weight != 0.0 {
+                    loss += f64::from(weight) * f64::from(value);
+                }
+                row += 1;
+            }
+        }
+        if !loss.is_finite() {
+            return Err(Error::Stopped(format!("the loss is {loss}, at node `loss`")));
+        }
+        let mut grads = BTreeMap::new();
+        for (slot, name) in outputs.zip(&built.grads) {
+            let mut grad = vec![0f32; slot.shape.elements()];
+            arena.read(slot.range.clone(), bytemuck::cast_slice_mut(&mut grad))?;
+            if grad.iter().any(|g| !g.is_finite()) {
+                return Err(Error::Stopped(format!("the gradient of `{name}` is not finite")));
+            }
+            grads.insert(name.clone(), grad);
+        }
+        Ok(Measured { loss, grads })
+    }
+
+    /// The index of the built graph for so many loss rows.
+    fn build(&mut self, logit_rows: usize, parameters: &Parameters) -> Result<usize> {
+        if let Some(i) = self.built.iter().position(|b| b.logit_rows == logit_rows) {
+            return Ok(i);
+        }
+        let net_config = NetConfig {
+            rows: self.config.rows,
+            seqs: self.most_sequences(),
+            logit_rows,
+            cache: self.config.cache,
+            prefix: None,
+            adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
+            trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
+        };
+        let model = self.model;
+        let vocab = model.geometry().vocab;
+        let piece = (PIECE_BYTES / (vocab * 8)).clamp(16, 512);
+        let mut net = Net::new(model.weights(), &net_config);
+        let hidden = model.arch().hidden(&mut net)?;
+        let logits = net.logits(model.arch(), hidden, piece)?;
+        let mut graph = net.graph;
+        let rows = Shape::new(&[logit_rows])?;
+        let labels = graph.leaf("labels", rows, DType::I32)?;
+        let weights = graph.leaf("loss_weights", rows, DType::F32)?;
+        let mut losses: Vec<(NodeId, NodeId)> = Vec::new();
+        let mut start = 0;
+        for logits in logits {
+            let len = graph.node(logits).shape.dim(0);
+            let of = |g: &mut graph::Graph, all| g.slice(all, 0, start, len);
+            let (labels, weights) = (of(&mut graph, labels)?, of(&mut graph, weights)?);
+            let nll = graph.push(graph::Op::CrossEntropy, &[logits, labels], "loss")?;
+            losses.push((nll, weights));
+            start += len;
+        }
+        let names = parameters.names();
+        let mut wrt = Vec::with_capacity(names.len());
+        for name in &names {
+            wrt.push(graph.find_leaf(name).ok_or_else(|| {
+                let tensor = name.trim_start_matches("0:");
+                Error::Setting(format!("the model's graph has no tensor `{tensor}` to train"))
+            })?);
+        }
+        let backward = graph::vjp(&graph, &losses, &wrt)?;
+        let mut outputs: Vec<NodeId> = losses.iter().map(|l| l.0).collect();
+        outputs.extend(&backward.grads);
+        let (graph, outputs) = graph::recompute(&backward.graph, &outputs, self.config.recompute)?;
+        let plan = graph::plan(&graph, &outputs, model.device().as_ref())?;
+        self.built.push(Built { logit_rows, plan, pieces: losses.len(), grads: names });
+        Ok(self.built.len() - 1)
+    }
+}
+
+impl Parameters {
+    /// The leaf names of everything a gradient is taken of, in order.
+    pub fn names(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        for target in self.adapter.iter().flat_map(|a| a.tensors.keys()) {
+            names.push(format!("0:{target}.lora_a"));
+            names.push(format!("0:{target}.lora_b"));
+        }
+        names.extend(self.weights.keys().cloned());
+        names
+    }
+
+    /// The values bound to a leaf of this name.
+    fn value(&self, name: &str) -> Option<&[f32]> {
+        let Some(rest) = name.strip_prefix("0:") else {
+            return self.weights.get(name).map(Vec::as_slice);
+        };
+        let (target, part) = rest.rsplit_once('.')?;
+        let pair = self.adapter.as_ref()?.tensors.get(target)?;
+        match part {
+            "lora_a" => Some(&pair.a),
+            "lora_b" => Some(&pair.b),
+            "lora_scale" => Some(std::slice::from_ref(&pair.scale)),
+            _ => None,
+        }
+    }
+
+    /// The values behind [`Parameters::names`], in that order, to be moved.
+    pub fn values_mut(&mut self) -> Vec<(String, &mut [f32])> {
+        let mut values: Vec<(String, &mut [f32])> = Vec::new();
+        for (target, pair) in self.adapter.iter_mut().flat_map(|a| a.tensors.iter_mut()) {
+            values.push((format!("0:{target}.lora_a"), &mut pair.a));
+            values.push((format!("0:{target}.lora_b"), &mut pair.b));
+        }
+        values.extend(self.weights.iter_mut().map(|(n, v)| (n.clone(), v.as_mut_slice())));
+        values
+    }
+}
+
+/// The mean loss of examples under an adapter, by the served graph's own logits.
+///
+/// # Errors
+/// When an example does not fit the engine's cache, or the device fails.
+pub fn loss_of(
+    engine: &mut model::Engine,
+    examples: &[Example],
+    adapter: Option<usize>,
+) -> Result<f64> {
+    let vocab = engine.model().geometry().vocab;
+    let (mut sum, mut total) = (0.0, 0.0);
+    for example in examples {
+        let n = example.tokens.len().saturating_sub(1);
+        let tokens = example.tokens.get(..n).unwrap_or(&[]);
+        let seq = engine.cache().open();
+        let rows = model::Rows { seq, tokens, adapter, want: model::WantLogits::All };
+        let logits = engine.forward(&[rows]);
+        engine.cache().close(seq);
+        let logits = logits?.pop().unwrap_or_default();
+        let next = example.tokens.iter().zip(&example.weights).skip(1);
+        for (row, (&label, &weight)) in logits.chunks_exact(vocab).zip(next) {
+            if weight != 0.0 {
+                let logprob = text::sampler::log_prob(row, label).unwrap_or(f32::NEG_INFINITY);
+                sum -= f64::from(weight) * f64::from(logprob);
+                total += f64::from(weight);
+            }
+        }
+    }
+    Ok(sum / total)
+}
+
+fn put(list: &mut [i32], at: usize, value: i32) {
+    if let Some(slot) = list.get_mut(at) {
+        *slot = value;
+    }
+}

@@ -1,0 +1,110 @@
+//! Losses and gradients of the oracle's models, on every device.
+
+use std::sync::Arc;
+
+use graph::{DType, Device, Recompute};
+use model::{Adapter, Model};
+use testkit::{Golden, fixture, relative_l2};
+use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window};
+
+const ARCHITECTURES: [&str; 3] = ["gemma3", "llama", "qwen2"];
+
+fn families() -> impl Iterator<Item = cpu::Family> {
+    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
+    all.into_iter().filter(|f| f.is_available())
+}
+
+fn window(golden: &Golden) -> Window {
+    let examples = (0..2).map(|i| {
+        let tokens = golden.get(&format!("tokens.{i}")).unwrap();
+        let labels = golden.get(&format!("labels.{i}")).unwrap();
+        let weights = labels.iter().map(|&l| if l < 0.0 { 0.0 } else { 1.0 }).collect();
+        Example { tokens: tokens.iter().map(|&t| t as u32).collect(), weights }
+    });
+    Window { examples: examples.collect() }
+}
+
+fn measure(
+    model: &Model,
+    golden: &Golden,
+    parameters: &Parameters,
+    recompute: Recompute,
+) -> Measured {
+    let config = GraphConfig { rows: 64, cache: DType::F32, recompute };
+    let window = window(golden);
+    let total = window.examples.iter().map(Example::weight).sum();
+    Gradients::new(model, config).unwrap().of(&window, total, parameters, &()).unwrap()
+}
+
+fn load(arch: &str, device: Arc<dyn Device>) -> (Model, Golden) {
+    let golden = Golden::read(&fixture(arch, "golden.safetensors")).unwrap();
+    (Model::load(&fixture(arch, "model.gguf"), device).unwrap(), golden)
+}
+
+/// The worst relative error of the loss and of every adapter gradient.
+fn adapter_error(arch: &str, device: Arc<dyn Device>, recompute: Recompute) -> f64 {
+    let (model, golden) = load(arch, device);
+    let adapter = Adapter::read(&fixture(arch, "adapter.gguf"), &model).unwrap();
+    let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+    let measured = measure(&model, &golden, &parameters, recompute);
+    let loss = golden.get("lora.loss").unwrap()[0];
+    let mut worst = ((measured.loss - loss) / loss).abs();
+    let mut compared = 0;
+    for name in golden.names().iter().filter(|n| n.starts_with("lora.grad.")) {
+        let rest = name.trim_start_matches("lora.grad.");
+        let (target, part) = rest.rsplit_once('.').unwrap();
+        let ours = &measured.grads[&format!("0:{target}.lora_{part}")];
+        worst = worst.max(relative_l2(ours, &golden.get(name).unwrap()));
+        compared += 1;
+    }
+    assert_eq!(compared, measured.grads.len(), "{arch}: every gradient has a golden one");
+    worst
+}
+
+/// The worst relative error of the loss and of every base gradient.
+fn base_error(arch: &str, device: Arc<dyn Device>) -> f64 {
+    let (model, golden) = load(arch, device);
+    let mut parameters = Parameters::default();
+    let names: Vec<String> =
+        golden.names().into_iter().filter(|n| n.starts_with("grad.")).collect();
+    assert!(names.len() > 10, "{arch}: {} base gradients", names.len());
+    for name in &names {
+        let tensor = name.trim_start_matches("grad.");
+        parameters.weights.insert(tensor.to_string(), model.read_f32(tensor).unwrap());
+    }
+    let measured = measure(&model, &golden, &parameters, Recompute::None);
+    let loss = golden.get("loss").unwrap()[0];
+    let mut worst = ((measured.loss - loss) / loss).abs();
+    for name in &names {
+        let ours = &measured.grads[name.trim_start_matches("grad.")];
+        worst = worst.max(relative_l2(ours, &golden.get(name).unwrap()));
+    }
+    worst
+}
+
+/// Golden values are f64 or f32; the reference gives its results as f32.
+#[test]
+fn the_reference_gives_the_golden_gradients() {
+    for arch in ARCHITECTURES {
+        let device = || Arc::new(reference::Reference::default());
+        let error = adapter_error(arch, device(), Recompute::None);
+        assert!(error < 1e-6, "{arch}, adapter: {error:e}");
+        let error = base_error(arch, device());
+        assert!(error < 1e-6, "{arch}, base: {error:e}");
+    }
+}
+
+#[test]
+fn every_cpu_family_gives_the_golden_gradients() {
+    for family in families() {
+        for arch in ARCHITECTURES {
+            let device = || Arc::new(cpu::Cpu::new(2, Some(family)).unwrap());
+            for recompute in [Recompute::None, Recompute::PerLayer] {
+                let error = adapter_error(arch, device(), recompute);
+                assert!(error < 2e-5, "{family:?}, {arch}, adapter, {recompute:?}: {error:e}");
+            }
+            let error = base_error(arch, device());
+            assert!(error < 2e-5, "{family:?}, {arch}, base: {error:e}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! P6: the same job gives the same adapter file, byte for byte. And P4: a run uses exactly the
+//! memory its plan says.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use gguf::TensorType;
+use graph::{DType, Recompute};
+use model::Model;
+use testkit::{Random, Toy};
+use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, Window, select_targets};
+
+fn toy(arch: &'static str, ty: TensorType, threads: usize) -> Model {
+    let device = Arc::new(cpu::Cpu::new(threads, None).unwrap());
+    let bytes = Toy::new(arch, ty, 3).gguf().unwrap();
+    Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
+}
+
+fn examples() -> Vec<Example> {
+    let mut random = Random::new(5);
+    let mut example = |n: usize| Example {
+        tokens: (0..n).map(|_| random.below(320) as u32).collect(),
+        weights: (0..n).map(|i| if i < n / 3 { 0.0 } else { 1.0 }).collect(),
+    };
+    [9, 31, 17, 40, 5, 22, 64, 12].into_iter().map(&mut example).collect()
+}
+
+fn config(model: &Model, recompute: Recompute) -> TrainConfig {
+    TrainConfig {
+        targets: select_targets(model, &["all".into()]).unwrap(),
+        rank: 4,
+        alpha: 12.0,
+        lr: 3e-3,
+        schedule: Schedule::Cosine,
+        warmup: 2,
+        weight_decay: 0.01,
+        epochs: 4,
+        accumulate: 2,
+        clip: 1.0,
+        seed: 11,
+        graph: GraphConfig { rows: 64, cache: DType::F16, recompute },
+    }
+}
+
+/// Trains and returns the adapter's file and the losses.
+fn run(model: &Model, recompute: Recompute, name: &str) -> (Vec<u8>, Vec<f64>) {
+    let trainer = Trainer::new(model, config(model, recompute)).unwrap();
+    let mut losses = Vec::new();
+    let outcome = trainer
+        .run(&examples(), &mut |event| {
+            if let train::Event::Step { loss, .. } = event {
+                losses.push(loss);
+            }
+            true
+        })
+        .unwrap();
+    assert_eq!(outcome.moved, (14, 14));
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let path = dir.join(format!("{name}.gguf"));
+    outcome.adapter.write(&path, model).unwrap();
+    (std::fs::read(&path).unwrap(), losses)
+}
+
+#[test]
+fn one_and_two_threads_and_recomputation_give_the_same_file() {
+    for (arch, ty) in
+        [("llama", TensorType::Q4_1), ("gemma3", TensorType::Q4K), ("qwen2", TensorType::F32)]
+    {
+        let (one, two) = (toy(arch, ty, 1), toy(arch, ty, 2));
+        let (file, losses) = run(&one, Recompute::None, &format!("{arch}-1"));
+        assert!(losses.last() < losses.first(), "{arch}: {losses:?}");
+        let (again, _) = run(&two, Recompute::None, &format!("{arch}-2"));
+        assert!(file == again, "{arch}: 1 and 2 threads differ");
+        let (again, _) = run(&two, Recompute::PerLayer, &format!("{arch}-r"));
+        assert!(file == again, "{arch}: recomputation changes the file");
+    }
+}
+
+#[test]
+fn recomputation_takes_a_smaller_plan_and_runs_fill_their_plan_exactly() {
+    let model = toy("llama", TensorType::Q4_1, 2);
+    let mut sizes = Vec::new();
+    for recompute in [Recompute::None, Recompute::PerLayer] {
+        let mut trainer = Trainer::new(&model, config(&model, recompute)).unwrap();
+        let all: Vec<Example> = examples();
+        let full = all.iter().map(|e| Example { weights: vec![1.0; e.tokens.len()], ..e.clone() });
+        // 64 loss rows: the window of 65 tokens.
+        let window = Window { examples: full.filter(|e| e.tokens.len() == 64).collect() };
+        trainer.step(&[window], 1e-3).unwrap();
+        let (bytes, high) = trainer.gradients().arena();
+        assert_eq!(bytes, high, "{recompute:?}: the arena is not filled to its plan");
+        sizes.push(bytes);
+    }
+    assert!(sizes[1] < sizes[0], "{sizes:?}");
+}
+
+#[test]
+fn how_a_step_is_split_does_not_change_its_gradient() {
+    let model = toy("llama", TensorType::F32, 2);
+    let examples = examples();
+    let total: f64 = examples.iter().map(Example::weight).sum();
+    let adapter = model::Adapter::fresh(
+        &model,
+        &select_targets(&model, &["all".into()]).unwrap(),
+        4,
+        12.0,
+        1,
+    );
+    let mut adapter = adapter.unwrap();
+    let mut random = Random::new(9);
+    adapter
+        .tensors
+        .values_mut()
+        .for_each(|t| t.b.iter_mut().for_each(|b| *b = 0.05 * random.normal()));
+    let parameters = train::Parameters { adapter: Some(adapter), ..Default::default() };
+    let sum = |rows: usize, split: &[&[usize]]| {
+        let config = GraphConfig { rows, cache: DType::F32, recompute: Recompute::None };
+        let mut gradients = train::Gradients::new(&model, config).unwrap();
+        let mut loss = 0.0;
+        let mut grads: Vec<f64> = Vec::new();
+        for indices in split {
+            let window = Window::of(&examples, indices);
+            let part = gradients.of(&window, total, &parameters, &()).unwrap();
+            loss += part.loss;
+            let flat: Vec<f64> = part.grads.values().flatten().map(|&g| f64::from(g)).collect();
+            grads = if grads.is_empty() {
+                flat
+            } else {
+                grads.iter().zip(&flat).map(|(a, b)| a + b).collect()
+            };
+        }
+        (loss, grads)
+    };
+    let (loss, whole) = sum(256, &[&[0, 1, 2, 3, 4, 5, 6, 7]]);
+    let splits: [&[&[usize]]; 2] =
+        [&[&[0, 1, 2, 3], &[4, 5, 6, 7]], &[&[0], &[1], &[2], &[3], &[4], &[5], &[6], &[7]]];
+    for split in splits {
+        let (other_loss, other) = sum(128, split);
+        assert!((other_loss / loss - 1.0).abs() < 1e-7, "{other_loss} and {loss}");
+        let norm = whole.iter().map(|g| g * g).sum::<f64>().sqrt();
+        let off: f64 = whole.iter().zip(&other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+        assert!(norm > 0.0 && off / norm < 1e-6, "{}", off / norm);
+    }
+}
