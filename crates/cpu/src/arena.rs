@@ -29,7 +29,8 @@ impl Memory {
     /// Allocates and touches `bytes` bytes; `None` when the system has no such memory.
     pub(crate) fn new(bytes: usize) -> Option<Memory> {
         if bytes == 0 {
-            return Some(Memory { start: NonNull::dangling(), layout: None, bytes });
+            let start = NonNull::new(std::ptr::without_provenance_mut(ALIGN))?;
+            return Some(Memory { start, layout: None, bytes });
         }
         let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
         // SAFETY: the layout's size is not 0.

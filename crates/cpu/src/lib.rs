@@ -9,7 +9,19 @@
 
 #![allow(unsafe_code)] // vectors and arena memory; every block says why it is sound
 #![cfg_attr(not(test), allow(dead_code))]
+#![allow(clippy::needless_range_loop)] // register blocks are indexed by constants
 
+mod arena;
+mod device;
+mod dot;
+mod job;
+mod kernels;
+mod matmul;
+mod pack;
+mod pool;
 mod simd;
+#[cfg(test)]
+mod testing;
 
+pub use device::Cpu;
 pub use simd::Family;

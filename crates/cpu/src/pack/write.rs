@@ -70,13 +70,21 @@ fn pack_panel(
 
 /// `[count][K]` elements of `S` bytes to `[K][16]`.
 fn interleave<const S: usize>(rows: &[u8], row_bytes: usize, out: &mut [u8]) {
-    let out = out.as_chunks_mut::<S>().0;
-    for (lane, row) in rows.chunks_exact(row_bytes.max(1)).enumerate() {
-        for (to, from) in out.iter_mut().skip(lane).step_by(PANEL).zip(row.as_chunks::<S>().0) {
-            *to = *from;
+    let mut lanes = [&[][..]; PANEL];
+    for (lane, row) in lanes.iter_mut().zip(rows.chunks_exact(row_bytes.max(1))) {
+        *lane = row.as_chunks::<S>().0;
+    }
+    for (k, to) in out.as_chunks_mut::<S>().0.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+        for (to, lane) in to.iter_mut().zip(&lanes) {
+            if let Some(from) = lane.get(k) {
+                *to = *from;
+            }
         }
     }
 }
+
+/// The four bytes of each lane.
+type Quad = [u32; PANEL];
 
 /// The codes of one block of 16 rows, and the sections of a panel they go to.
 fn pack_blocks(
@@ -87,71 +95,123 @@ fn pack_blocks(
     out: &mut [u8],
 ) -> Option<()> {
     let (len, block_bytes) = (ty.block_len(), ty.block_bytes());
-    let groups = len / g.group;
     let unit_bytes = 64 * g.bits() as usize;
     let mut decoded = Decoded::default();
-    let mut stage = [[0u8; MAX_BLOCK]; PANEL];
+    let mut quads = [[0; PANEL]; MAX_BLOCK / 4];
     for b in 0..g.k / len {
         for (lane, row) in rows.chunks_exact(row_bytes).enumerate() {
             let block = row.get(b * block_bytes..(b + 1) * block_bytes)?;
-            decode(ty, block, &mut decoded).ok()?;
-            stage.get_mut(lane)?.get_mut(..len)?.copy_from_slice(decoded.quants());
-            let half = |out: &mut [u8], at: usize, row: usize, x: f32| {
-                let at = at + (row * PANEL + lane) * 2;
-                out.get_mut(at..at + 2)?.copy_from_slice(&f16::from_f32(x).to_le_bytes());
-                Some(())
+            let mut put = |q: usize, codes: u32| {
+                if let Some(to) = quads.get_mut(q).and_then(|quad: &mut Quad| quad.get_mut(lane)) {
+                    *to = codes;
+                }
             };
             match g.scales {
                 Scales::None => {}
-                // One group per block.
                 Scales::Half => {
-                    half(out, g.scales_at, b, decoded.d())?;
-                    if g.has_min {
-                        half(out, g.mins_at, b, decoded.dmin())?;
-                    }
+                    let rest = pack_half_scales(g, b * PANEL + lane, block, out)?;
+                    short_block(g.bits(), rest, put)?;
                 }
                 Scales::Exponent => {
-                    *out.get_mut(g.scales_at + b * PANEL + lane)? = *block.first()?;
+                    let (&exponent, rest) = block.split_first()?;
+                    *out.get_mut(g.scales_at + b * PANEL + lane)? = exponent;
+                    short_block(g.bits(), rest, put)?;
                 }
                 Scales::Super => {
-                    half(out, g.scales_at, b, decoded.d())?;
-                    let at = b * groups * PANEL + lane;
-                    for (i, &s) in decoded.sub_scales().iter().enumerate() {
-                        *out.get_mut(g.sub_scales_at + at + i * PANEL)? = s.cast_unsigned();
-                    }
-                    if g.has_min {
-                        half(out, g.mins_at, b, decoded.dmin())?;
-                        for (i, &m) in decoded.sub_mins().iter().enumerate() {
-                            *out.get_mut(g.sub_mins_at + at + i * PANEL)? = m;
-                        }
+                    decode(ty, block, &mut decoded).ok()?;
+                    pack_super_scales(g, b, lane, &decoded, out)?;
+                    for (q, &codes) in decoded.quants().as_chunks::<4>().0.iter().enumerate() {
+                        put(q, u32::from_le_bytes(codes));
                     }
                 }
             }
         }
-        for u in 0..len / UNIT {
-            let at = (b * (len / UNIT) + u) * unit_bytes;
-            pack_unit(g.bits(), &stage, u * UNIT, out.get_mut(at..at + unit_bytes)?);
+        let at = b * (len / UNIT) * unit_bytes;
+        let units = out.get_mut(at..at + len / UNIT * unit_bytes)?.chunks_exact_mut(unit_bytes);
+        for (out, quads) in units.zip(quads.as_chunks::<8>().0) {
+            pack_unit(g.bits(), quads, out);
         }
     }
     Some(())
 }
 
-/// One vector: the four bytes of each lane.
-type Quad = [u32; PANEL];
+/// Copies the f16 scale, and minimum, that a block of 32 begins with to element `at` of their
+/// sections; returns the rest of the block. A format's minimum is added, a panel's subtracted.
+fn pack_half_scales<'a>(
+    g: &Geometry,
+    at: usize,
+    block: &'a [u8],
+    out: &mut [u8],
+) -> Option<&'a [u8]> {
+    let (scale, mut rest) = block.split_first_chunk::<2>()?;
+    let to = g.scales_at + at * 2;
+    out.get_mut(to..to + 2)?.copy_from_slice(scale);
+    if g.has_min {
+        let &[low, high] = rest.first_chunk()?;
+        rest = rest.get(2..)?;
+        let to = g.mins_at + at * 2;
+        out.get_mut(to..to + 2)?.copy_from_slice(&[low, high ^ 0x80]);
+    }
+    Some(rest)
+}
 
-/// Puts the codes `at .. at + 32` of 16 lanes into their bit planes.
-fn pack_unit(bits: u32, stage: &[[u8; MAX_BLOCK]; PANEL], at: usize, out: &mut [u8]) {
-    let mut quads = [[0u32; PANEL]; 8];
-    for (lane, codes) in stage.iter().enumerate() {
-        let codes = codes.get(at..).unwrap_or_default().as_chunks::<4>().0;
-        for (quad, &bytes) in quads.iter_mut().zip(codes) {
-            if let Some(to) = quad.get_mut(lane) {
-                *to = u32::from_le_bytes(bytes);
-            }
+/// The codes of the formats with blocks of 32, four at a time: what [`decode`] gives, without
+/// its cost per block.
+fn short_block(bits: u32, codes: &[u8], mut put: impl FnMut(usize, u32)) -> Option<()> {
+    const LOW: u32 = 0x0f0f_0f0f;
+    let (high, codes) = match bits {
+        5 => {
+            let (high, rest) = codes.split_first_chunk()?;
+            (u32::from_le_bytes(*high), rest)
+        }
+        _ => (0, codes),
+    };
+    // Bit i of the four lowest to bit 4 of byte i.
+    let fifth = |bits: u32| ((bits & 15).wrapping_mul(0x0020_4081) & 0x0101_0101) << 4;
+    for (q, &bytes) in codes.as_chunks::<4>().0.iter().enumerate() {
+        let word = u32::from_le_bytes(bytes);
+        if bits == 8 {
+            put(q, word ^ 0x8080_8080);
+        } else {
+            put(q, word & LOW | fifth(high >> (4 * q)));
+            put(q + 4, word >> 4 & LOW | fifth(high >> (4 * q + 16)));
         }
     }
+    Some(())
+}
+
+/// The scales of a super-block.
+fn pack_super_scales(
+    g: &Geometry,
+    block: usize,
+    lane: usize,
+    decoded: &Decoded,
+    out: &mut [u8],
+) -> Option<()> {
+    let half = |out: &mut [u8], at: usize, x: f32| {
+        let at = at + (block * PANEL + lane) * 2;
+        out.get_mut(at..at + 2)?.copy_from_slice(&f16::from_f32(x).to_le_bytes());
+        Some(())
+    };
+    let groups = decoded.sub_scales().len();
+    let at = block * groups * PANEL + lane;
+    half(out, g.scales_at, decoded.d())?;
+    for (i, &scale) in decoded.sub_scales().iter().enumerate() {
+        *out.get_mut(g.sub_scales_at + at + i * PANEL)? = scale.cast_unsigned();
+    }
+    if g.has_min {
+        half(out, g.mins_at, decoded.dmin())?;
+        for (i, &min) in decoded.sub_mins().iter().enumerate() {
+            *out.get_mut(g.sub_mins_at + at + i * PANEL)? = min;
+        }
+    }
+    Some(())
+}
+
+/// Puts the eight quads of a unit into their bit planes.
+fn pack_unit(bits: u32, quads: &[Quad; 8], out: &mut [u8]) {
     let mut out = out.as_chunks_mut::<64>().0.iter_mut();
-    let mut put = |quad: Quad| {
+    let mut put = |quad: &Quad| {
         if let Some(to) = out.next() {
             for (to, word) in to.as_chunks_mut::<4>().0.iter_mut().zip(quad) {
                 *to = word.to_le_bytes();
@@ -168,7 +228,7 @@ fn pack_unit(bits: u32, stage: &[[u8; MAX_BLOCK]; PANEL], at: usize, out: &mut [
                     *to |= ((word >> from) & mask) << shift;
                 }
             }
-            put(vector);
+            put(&vector);
         }
     };
     match bits {
@@ -186,6 +246,6 @@ fn pack_unit(bits: u32, stage: &[[u8; MAX_BLOCK]; PANEL], at: usize, out: &mut [
             plane(0, 4);
             plane(4, 2);
         }
-        _ => quads.into_iter().for_each(put),
+        _ => quads.iter().for_each(put),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{LANES, Simd};
+use super::{LANES, Simd, Task};
 
 /// The proof that the processor has AVX2, FMA and F16C.
 #[derive(Copy, Clone)]
@@ -173,6 +173,12 @@ unsafe fn half_zip(even: __m256, odd: __m256) -> F {
     }
 }
 
+/// Compiles a task with the family's instructions.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn enabled<T: Task>(simd: Avx2, task: T) -> T::Out {
+    task.run(simd)
+}
+
 impl Simd for Avx2 {
     type F32 = F;
     type I32 = I;
@@ -181,18 +187,29 @@ impl Simd for Avx2 {
 
     const ROWS: usize = 2;
 
+    fn call<T: Task>(self, task: T) -> T::Out {
+        // SAFETY: `self` is the proof that the processor has the instructions.
+        unsafe { enabled(self, task) }
+    }
+
     memory! {
         fn load(from: *const f32) -> F =
             F(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(HALF)));
-        fn load_first(from: *const f32, n: usize) -> F = F(
-            _mm256_maskload_ps(from, mask(n)),
-            _mm256_maskload_ps(from.wrapping_add(HALF), mask(n.saturating_sub(HALF)))
-        );
+        fn load_first(from: *const f32, n: usize) -> F = if n >= LANES {
+            Avx2(()).load(from)
+        } else {
+            F(
+                _mm256_maskload_ps(from, mask(n)),
+                _mm256_maskload_ps(from.wrapping_add(HALF), mask(n.saturating_sub(HALF))),
+            )
+        };
         fn store(to: *mut f32, v: F) = {
             _mm256_storeu_ps(to, v.0);
             _mm256_storeu_ps(to.add(HALF), v.1);
         };
-        fn store_first(to: *mut f32, v: F, n: usize) = {
+        fn store_first(to: *mut f32, v: F, n: usize) = if n >= LANES {
+            Avx2(()).store(to, v);
+        } else {
             _mm256_maskstore_ps(to, mask(n), v.0);
             _mm256_maskstore_ps(to.wrapping_add(HALF), mask(n.saturating_sub(HALF)), v.1);
         };

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{LANES, Simd};
+use super::{LANES, Simd, Task};
 
 /// The proof that the processor has AVX-512 F, BW, VL, DQ and VNNI, AVX2, FMA and F16C.
 #[derive(Copy, Clone)]
@@ -65,12 +65,23 @@ macro_rules! fold {
     }};
 }
 
+/// Compiles a task with the family's instructions.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn enabled<T: Task>(simd: Avx512, task: T) -> T::Out {
+    task.run(simd)
+}
+
 impl Simd for Avx512 {
     type F32 = __m512;
     type I32 = __m512i;
     type Mask = __mmask16;
 
     const ROWS: usize = 8;
+
+    fn call<T: Task>(self, task: T) -> T::Out {
+        // SAFETY: `self` is the proof that the processor has the instructions.
+        unsafe { enabled(self, task) }
+    }
 
     memory! {
         fn load(from: *const f32) -> __m512 = _mm512_loadu_ps(from);

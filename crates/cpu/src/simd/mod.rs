@@ -2,8 +2,9 @@
 //!
 //! A kernel is written once, generic over [`Simd`], as `#[inline(always)]` code of a [`Task`];
 //! [`Isa::run`] calls it behind a function that has the family's target features. Whatever a
-//! task calls must itself be `#[inline(always)]` or small enough to be inlined: a function that
-//! is not inlined is compiled without the features.
+//! task calls must itself be `#[inline(always)]` or small enough to be inlined, since a function
+//! that is not inlined is compiled without the features; or a task again, by [`Simd::call`],
+//! which is compiled once for all its callers.
 //!
 //! Families may differ in bits (the portable one has no fused multiply-add), one family never
 //! does: every vector op is lane by lane, and sums over lanes are one fixed tree.
@@ -106,27 +107,13 @@ impl Isa {
     /// Runs a task compiled for this family.
     pub(crate) fn run<T: Task>(self, task: T) -> T::Out {
         match self {
-            Isa::Portable(simd) => task.run(simd),
+            Isa::Portable(simd) => simd.call(task),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: an `Avx2` exists only where the processor has these features.
-            Isa::Avx2(simd) => unsafe { with_avx2(simd, task) },
+            Isa::Avx2(simd) => simd.call(task),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: an `Avx512` exists only where the processor has these features.
-            Isa::Avx512(simd) => unsafe { with_avx512(simd, task) },
+            Isa::Avx512(simd) => simd.call(task),
         }
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn with_avx2<T: Task>(simd: Avx2, task: T) -> T::Out {
-    task.run(simd)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn with_avx512<T: Task>(simd: Avx512, task: T) -> T::Out {
-    task.run(simd)
 }
 
 /// Work that is compiled once per family. `run` must be `#[inline(always)]`.
@@ -155,6 +142,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
     /// How many rows of two vectors each a register-blocked kernel accumulates at once.
     const ROWS: usize;
+
+    /// Runs a task as a function of its own, with the family's instructions.
+    fn call<T: Task>(self, task: T) -> T::Out;
 
     fn splat(self, x: f32) -> Self::F32;
     unsafe fn load(self, from: *const f32) -> Self::F32;

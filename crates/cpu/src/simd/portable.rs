@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::{LANES, Simd};
+use super::{LANES, Simd, Task};
 
 /// Every processor.
 #[derive(Copy, Clone)]
@@ -57,9 +57,13 @@ fn tree<T: Copy>(a: Lanes<T>, f: impl Fn(T, T) -> T) -> T {
 /// `from` must be valid for reads of `min(n, 16)` elements.
 #[inline(always)]
 unsafe fn read<T: Copy + Default>(from: *const T, n: usize) -> Lanes<T> {
+    if n >= LANES {
+        // SAFETY: the caller's.
+        return Lanes(unsafe { from.cast::<[T; LANES]>().read_unaligned() });
+    }
     let mut out = [T::default(); LANES];
-    // SAFETY: the caller's; at most 16 elements fit the array.
-    unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), n.min(LANES)) };
+    // SAFETY: the caller's; fewer than 16 elements fit the array.
+    unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), n) };
     Lanes(out)
 }
 
@@ -70,7 +74,13 @@ unsafe fn read<T: Copy + Default>(from: *const T, n: usize) -> Lanes<T> {
 #[inline(always)]
 unsafe fn write<T: Copy>(to: *mut T, v: Lanes<T>, n: usize) {
     // SAFETY: the caller's; the array has 16 elements.
-    unsafe { std::ptr::copy_nonoverlapping(v.0.as_ptr(), to, n.min(LANES)) };
+    unsafe {
+        if n >= LANES {
+            to.cast::<[T; LANES]>().write_unaligned(v.0);
+        } else {
+            std::ptr::copy_nonoverlapping(v.0.as_ptr(), to, n);
+        }
+    }
 }
 
 /// 1.5 * 2^23: adding it to a small float leaves the rounded integer in the low bits.
@@ -82,6 +92,10 @@ impl Simd for Portable {
     type Mask = Lanes<bool>;
 
     const ROWS: usize = 1;
+
+    fn call<T: Task>(self, task: T) -> T::Out {
+        task.run(self)
+    }
 
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes<f32> {

@@ -1,0 +1,376 @@
+//! Attention over packed sequences and their cached prefixes, forward and backward.
+//!
+//! Keys are visited in tiles of [`KEYS`] positions, aligned to the sequence's own position 0,
+//! ascending; cached and own keys fill one tile alike. Within a tile, logits have lanes over keys
+//! and are a chain over the head's width; results have lanes over the head's width and are a
+//! chain over the keys (or, for the gradients of keys and values, over the query rows). What a
+//! row does not see is selected away, and a tile that it sees nothing of leaves it untouched, so
+//! a row's bits do not depend on the rows beside it or on where its keys are stored.
+
+mod back;
+mod forward;
+mod tile;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use graph::{AttentionAttrs, AttentionOperand, Call, DType, Op, Unsupported};
+
+use self::tile::{CHUNK, KEYS, Pages};
+use super::{Support, Tiles, dense, dense_last, memory, needs};
+use crate::job::{Input, Job, Scratch};
+
+/// The most query rows of a tile; keys are transposed once for all of them.
+const QUERY_ROWS: usize = 32;
+
+/// Where the operands of an op are.
+#[derive(Copy, Clone)]
+struct Places {
+    values: Option<usize>,
+    seqs: usize,
+    /// The first of the prefix' operands.
+    prefix: Option<usize>,
+}
+
+fn attrs(op: &Op) -> Option<(&AttentionAttrs, Places)> {
+    let (attrs, values, seqs, prefix) = match op {
+        Op::Attention(attrs) => (attrs, Some(2), 3, 4),
+        Op::AttentionStats(attrs) => (attrs, None, 2, 3),
+        Op::AttentionBack { attrs, .. } => (attrs, Some(2), 3, 7),
+        _ => return None,
+    };
+    Some((attrs, Places { values, seqs, prefix: attrs.prefix.then_some(prefix) }))
+}
+
+/// Heads of any strides with dense elements; dense indices, statistics and pages.
+pub(super) fn supports(call: &Call<'_>) -> Support {
+    let Some((_, places)) = attrs(call.op) else { return super::no_kernel("no attention") };
+    let (q, k) = (dense_last(call, 0)?, dense_last(call, 1)?);
+    let width = q.shape.dim(2);
+    let mut values = 0;
+    if let Some(v) = places.values {
+        values = dense_last(call, v)?.shape.dim(2);
+    }
+    let seqs = dense(call, places.seqs, DType::I32)?;
+    if matches!(call.op, Op::AttentionBack { .. }) {
+        dense(call, 4, DType::F32)?;
+        dense(call, 5, DType::F32)?;
+        dense_last(call, 6)?;
+    }
+    let mut converted = 0;
+    if let Some(at) = places.prefix {
+        let pages = 1 + usize::from(places.values.is_some());
+        for i in at..at + pages {
+            let dtype = super::arg(call, i)?.dtype;
+            let pages = memory(call, i, dtype)?;
+            if !pages.is_contiguous() {
+                return Err(Unsupported::Layout(i));
+            }
+            if tile::Storage::of(dtype).is_none() {
+                return super::no_kernel(format!("pages of {dtype}"));
+            }
+        }
+        dense(call, at + pages, DType::I32)?;
+        converted = KEYS;
+    }
+    let blocks = Blocks::new(q.shape.dim(0), seqs.shape.dim(0), q.shape.dim(1), k.shape.dim(1));
+    Ok(needs(&buffers(&blocks, width, values, converted)))
+}
+
+/// Floats of scratch that one tile uses: keys and values transposed, cached keys and values
+/// converted, coefficients, running maxima and sums. All kernels use the same.
+fn buffers(blocks: &Blocks, width: usize, values: usize, converted: usize) -> [usize; 7] {
+    let rows = blocks.rows.per_tile * blocks.heads;
+    [
+        width.next_multiple_of(16) * KEYS,
+        values.next_multiple_of(16) * KEYS,
+        converted * width,
+        converted * values,
+        tile::BATCH.max(CHUNK) * KEYS,
+        rows,
+        rows,
+    ]
+}
+
+/// The scratch of one tile, in the order of [`buffers`].
+struct Buffers<'a> {
+    keys: &'a mut [f32],
+    values: &'a mut [f32],
+    cached_keys: &'a mut [f32],
+    cached_values: &'a mut [f32],
+    coefficients: &'a mut [f32],
+    maxima: &'a mut [f32],
+    sums: &'a mut [f32],
+}
+
+impl<'a> Buffers<'a> {
+    fn take(operands: &Operands<'_>, mut scratch: Scratch<'a>) -> Buffers<'a> {
+        let converted = if operands.prefix.is_some() { KEYS } else { 0 };
+        let sizes = buffers(&operands.blocks, operands.width, operands.value_width, converted);
+        let [keys, values, cached_keys, cached_values, coefficients, maxima, sums] =
+            sizes.map(|n| scratch.take(n));
+        Buffers { keys, values, cached_keys, cached_values, coefficients, maxima, sums }
+    }
+}
+
+/// A grid of tiles of query rows and heads that share a key head.
+struct Blocks {
+    rows: Tiles,
+    /// Query heads of a tile.
+    heads: usize,
+    /// Query heads that share a key head.
+    group: usize,
+    key_heads: usize,
+}
+
+impl Blocks {
+    /// Blocks of rows no longer than what a sequence has on average; where that gives a single
+    /// tile, two that split the heads.
+    fn new(rows: usize, seqs: usize, heads: usize, key_heads: usize) -> Blocks {
+        let per_tile = rows.div_ceil(seqs.max(1)).clamp(1, QUERY_ROWS);
+        let rows = Tiles::new(rows, per_tile);
+        let group = heads / key_heads.max(1);
+        let heads = if rows.count * key_heads == 1 { group.div_ceil(2) } else { group };
+        Blocks { rows, heads: heads.max(1), group, key_heads }
+    }
+
+    /// Tiles that one key head's query heads are split into.
+    fn parts(&self) -> usize {
+        self.group.div_ceil(self.heads)
+    }
+
+    fn count(&self) -> usize {
+        self.rows.count * self.key_heads * self.parts()
+    }
+
+    /// The rows, the key head and the query heads of a tile. Later rows see more keys and come
+    /// first.
+    fn tile(&self, tile: usize) -> (Range<usize>, usize, Range<usize>) {
+        let per_block = self.key_heads * self.parts();
+        let rows = self.rows.range(self.rows.count - 1 - tile / per_block);
+        let (key_head, part) = (tile % per_block / self.parts(), tile % self.parts());
+        let first = key_head * self.group;
+        let heads = first + part * self.heads..first + ((part + 1) * self.heads).min(self.group);
+        (rows, key_head, heads)
+    }
+}
+
+/// `[rows, heads, width]` with dense elements.
+#[derive(Copy, Clone)]
+struct Heads {
+    ptr: *const f32,
+    row: usize,
+    head: usize,
+}
+
+impl Heads {
+    fn new(input: &Input<'_>) -> Heads {
+        Heads { ptr: input.ptr(), row: input.stride(0), head: input.stride(1) }
+    }
+
+    #[inline(always)]
+    fn at(self, row: usize, head: usize) -> *const f32 {
+        self.ptr.wrapping_add(row * self.row + head * self.head)
+    }
+}
+
+/// The cached part of sequences.
+struct Prefix<'a> {
+    keys: Pages,
+    values: Option<Pages>,
+    /// `[S, columns]` page numbers.
+    table: &'a [i32],
+    columns: usize,
+}
+
+/// Rows `first .. first + rows` of the operands, at positions `cached ..`.
+#[derive(Copy, Clone)]
+struct Sequence {
+    /// Its row in the page table.
+    index: usize,
+    first: usize,
+    rows: usize,
+    cached: usize,
+}
+
+impl Sequence {
+    #[inline(always)]
+    fn position(&self, row: usize) -> usize {
+        self.cached + row - self.first
+    }
+}
+
+/// An op's operands.
+struct Operands<'a> {
+    attrs: AttentionAttrs,
+    q: Heads,
+    k: Heads,
+    v: Option<Heads>,
+    seqs: &'a [i32],
+    prefix: Option<Prefix<'a>>,
+    rows: usize,
+    heads: usize,
+    key_heads: usize,
+    width: usize,
+    value_width: usize,
+    blocks: Blocks,
+}
+
+impl<'a> Operands<'a> {
+    fn new(job: &Job<'a>) -> Option<Operands<'a>> {
+        let (attrs, places) = attrs(job.op)?;
+        let (q, k) = (job.input(0), job.input(1));
+        let v = places.values.map(|i| job.input(i));
+        let [rows, heads, width] = [0, 1, 2].map(|i| q.arg.shape.dim(i));
+        let key_heads = k.arg.shape.dim(1);
+        let value_width = v.map_or(0, |v| v.arg.shape.dim(2));
+        let seqs = job.input(places.seqs);
+        let prefix = places.prefix.and_then(|at| {
+            let table = job.input(at + 1 + usize::from(v.is_some()));
+            Some(Prefix {
+                keys: Pages::new(&job.input(at))?,
+                values: v.and_then(|_| Pages::new(&job.input(at + 1))),
+                table: table.ints(),
+                columns: table.arg.shape.cols(),
+            })
+        });
+        Some(Operands {
+            attrs: *attrs,
+            q: Heads::new(&q),
+            k: Heads::new(&k),
+            v: v.map(|v| Heads::new(&v)),
+            seqs: seqs.ints(),
+            prefix,
+            rows,
+            heads,
+            key_heads,
+            width,
+            value_width,
+            blocks: Blocks::new(rows, seqs.arg.shape.dim(0), heads, key_heads),
+        })
+    }
+
+    /// The sequences that have rows in a range. Their numbers have been checked.
+    fn sequences(&self, range: Range<usize>) -> impl Iterator<Item = Sequence> + '_ {
+        let entries = self.seqs.chunks_exact(3).enumerate();
+        let all = entries.map(|(index, s)| Sequence {
+            index,
+            first: s[0] as usize,
+            rows: s[1] as usize,
+            cached: s[2] as usize,
+        });
+        all.filter(move |s| s.rows > 0 && s.first < range.end && s.first + s.rows > range.start)
+    }
+
+    /// The first position that a row at `position` sees.
+    #[inline(always)]
+    fn first_seen(&self, position: usize) -> usize {
+        match self.attrs.window {
+            Some(window) => (position + 1).saturating_sub(window as usize),
+            None => 0,
+        }
+    }
+
+    /// One past the last position whose row sees `position`.
+    #[inline(always)]
+    fn last_seeing(&self, position: usize) -> usize {
+        match self.attrs.window {
+            Some(window) => position.saturating_add(window as usize),
+            None => usize::MAX,
+        }
+    }
+}
+
+/// Sequences must lie in the rows without overlapping, and their cached positions in pages.
+pub(super) fn check(job: &Job<'_>) -> Result<(), String> {
+    let Some(o) = Operands::new(job) else { return Ok(()) };
+    let mut end = 0;
+    let mut ascending = true;
+    for (i, s) in o.seqs.chunks_exact(3).enumerate() {
+        let [Ok(first), Ok(rows), Ok(cached)] = [s[0], s[1], s[2]].map(usize::try_from) else {
+            return Err(format!("sequence {i} is {s:?}: no number may be negative"));
+        };
+        if rows == 0 {
+            continue;
+        }
+        if first + rows > o.rows {
+            return Err(format!(
+                "sequence {i} has rows {first}..{}, there are {}",
+                first + rows,
+                o.rows
+            ));
+        }
+        ascending &= first >= end;
+        end = first + rows;
+        let Some(prefix) = &o.prefix else {
+            if cached > 0 {
+                return Err(format!("sequence {i} has {cached} cached positions but no pages"));
+            }
+            continue;
+        };
+        let (page, pages) = (prefix.keys.page, prefix.pages());
+        let used = cached.div_ceil(page);
+        if used > prefix.columns {
+            return Err(format!(
+                "sequence {i} has {cached} cached positions, its {} pages of {page} hold fewer",
+                prefix.columns
+            ));
+        }
+        let table = prefix.table.iter().skip(i * prefix.columns).take(used);
+        for (column, &id) in table.enumerate() {
+            if !usize::try_from(id).is_ok_and(|id| id < pages) {
+                return Err(format!("page {id} (sequence {i}, entry {column}) of {pages}"));
+            }
+        }
+    }
+    if ascending { Ok(()) } else { check_overlap(&o) }
+}
+
+fn check_overlap(o: &Operands<'_>) -> Result<(), String> {
+    let mut seqs: Vec<Sequence> = o.sequences(0..o.rows).collect();
+    seqs.sort_by_key(|s| s.first);
+    for (a, b) in seqs.iter().zip(seqs.iter().skip(1)) {
+        if a.first + a.rows > b.first {
+            return Err(format!("row {} is of sequences {} and {}", b.first, a.index, b.index));
+        }
+    }
+    Ok(())
+}
+
+impl Prefix<'_> {
+    /// How many pages there are.
+    fn pages(&self) -> usize {
+        self.values.as_ref().map_or(self.keys.count, |v| v.count.min(self.keys.count))
+    }
+}
+
+pub(super) fn tiles(job: &Job<'_>) -> usize {
+    let Some(o) = Operands::new(job) else { return 0 };
+    match job.op {
+        Op::AttentionBack { wrt: AttentionOperand::K | AttentionOperand::V, .. } => {
+            o.rows.div_ceil(KEYS) * o.key_heads
+        }
+        _ => o.blocks.count(),
+    }
+}
+
+pub(super) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
+    let Some(operands) = Operands::new(job) else { return };
+    let buffers = Buffers::take(&operands, scratch);
+    match job.op {
+        Op::AttentionBack { wrt: AttentionOperand::Q, .. } => {
+            job.isa.run(back::BackQ { job, o: &operands, tile, buffers });
+        }
+        Op::AttentionBack { wrt: AttentionOperand::K, .. } => {
+            job.isa.run(back::BackKey::<true> { job, o: &operands, tile, buffers });
+        }
+        Op::AttentionBack { wrt: AttentionOperand::V, .. } => {
+            job.isa.run(back::BackKey::<false> { job, o: &operands, tile, buffers });
+        }
+        Op::AttentionStats(_) => {
+            job.isa.run(forward::Forward::<false> { job, o: &operands, tile, buffers });
+        }
+        _ => job.isa.run(forward::Forward::<true> { job, o: &operands, tile, buffers }),
+    }
+}

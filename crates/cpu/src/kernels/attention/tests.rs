@@ -1,0 +1,453 @@
+use graph::{
+    AttentionAttrs, AttentionOperand, DType, Device, Leaf, NodeId, Op, Real, Segment, plan,
+};
+
+use crate::Cpu;
+use crate::testing::{Case, Every, Random, assert_close, devices, shape, to_floats};
+
+const CACHES: [DType; 4] =
+    [DType::F32, DType::F16, DType::BF16, DType::Block(gguf::TensorType::Q8_0)];
+
+/// One sequence: its queries, keys and values at every position, keys and values as a cache of
+/// `dtype` gives them back.
+struct Sequence {
+    len: usize,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+struct Setup {
+    heads: usize,
+    key_heads: usize,
+    width: usize,
+    value_width: usize,
+    attrs: AttentionAttrs,
+    cache: DType,
+}
+
+impl Setup {
+    fn attrs(&self, prefix: bool) -> AttentionAttrs {
+        AttentionAttrs { prefix, ..self.attrs }
+    }
+}
+
+/// Rows as stored in a cache, and as read back.
+fn through(cpu: &Cpu, dtype: DType, cols: usize, x: &[f32]) -> (Vec<u8>, Vec<f32>) {
+    let mut case = Case::new();
+    let x = case.floats("x", &[x.len() / cols, cols], x);
+    let round = case.graph.round(x, dtype).unwrap();
+    let cast = case.graph.cast(x, dtype).unwrap();
+    let out = case.run(cpu, &[cast, round]).unwrap();
+    (out[0].clone(), to_floats(&out[1]))
+}
+
+impl Sequence {
+    fn new(setup: &Setup, len: usize, random: &mut Random) -> Sequence {
+        let cpu = Cpu::new(1, Some(crate::Family::Portable)).unwrap();
+        let mut part = |heads: usize, width: usize| random.floats(len * heads * width);
+        let q = part(setup.heads, setup.width);
+        let k = part(setup.key_heads, setup.width);
+        let v = part(setup.key_heads, setup.value_width);
+        let k = through(&cpu, setup.cache, setup.width, &k).1;
+        let v = through(&cpu, setup.cache, setup.value_width, &v).1;
+        Sequence { len, q: q.iter().map(|x| x * 3.0).collect(), k, v }
+    }
+}
+
+/// A part of a sequence in one call: rows `from .. to`, positions before `from` cached.
+#[derive(Copy, Clone)]
+struct Part<'a> {
+    seq: &'a Sequence,
+    from: usize,
+    to: usize,
+}
+
+/// Builds a call with some parts packed beside each other, and rows of no sequence between them.
+/// Leaves are poisoned wherever the kernels must not look.
+fn build(cpu: &Cpu, s: &Setup, parts: &[Part<'_>], page: usize, random: &mut Random) -> Built {
+    let mut case = Case::new();
+    let gaps: Vec<usize> = parts.iter().map(|_| random.below(3)).collect();
+    let rows = parts.iter().map(|p| p.to - p.from).sum::<usize>() + gaps.iter().sum::<usize>();
+    let mut q = vec![f32::NAN; rows * s.heads * s.width];
+    let mut k = vec![f32::NAN; rows * s.key_heads * s.width];
+    let mut v = vec![f32::NAN; rows * s.key_heads * s.value_width];
+    let mut seqs = Vec::new();
+    let mut starts = Vec::new();
+    let mut row = 0;
+    let columns = parts.iter().map(|p| p.from.div_ceil(page)).max().unwrap_or(0) + 1;
+    let pages = parts.iter().map(|p| p.from.div_ceil(page)).sum::<usize>() + 2;
+    let mut free: Vec<usize> = (0..pages).collect();
+    let mut table = vec![-7; parts.len() * columns];
+    let mut k_pages = vec![f32::NAN; pages * page * s.key_heads * s.width];
+    let mut v_pages = vec![f32::NAN; pages * page * s.key_heads * s.value_width];
+    for (i, (p, gap)) in parts.iter().zip(gaps).enumerate() {
+        row += gap;
+        starts.push(row);
+        let n = p.to - p.from;
+        let copy = |to: &mut Vec<f32>, from: &[f32], width: usize| {
+            to[row * width..][..n * width].copy_from_slice(&from[p.from * width..][..n * width]);
+        };
+        copy(&mut q, &p.seq.q, s.heads * s.width);
+        copy(&mut k, &p.seq.k, s.key_heads * s.width);
+        copy(&mut v, &p.seq.v, s.key_heads * s.value_width);
+        seqs.extend([row as i32, n as i32, p.from as i32]);
+        for column in 0..p.from.div_ceil(page) {
+            let id = free.swap_remove(random.below(free.len()));
+            table[i * columns + column] = id as i32;
+            for slot in 0..page.min(p.from - column * page) {
+                let (at, to) = (column * page + slot, id * page + slot);
+                let (wk, wv) = (s.key_heads * s.width, s.key_heads * s.value_width);
+                k_pages[to * wk..][..wk].copy_from_slice(&p.seq.k[at * wk..][..wk]);
+                v_pages[to * wv..][..wv].copy_from_slice(&p.seq.v[at * wv..][..wv]);
+            }
+        }
+        row += n;
+    }
+    // An entry without rows: nothing of it is looked at.
+    seqs.extend([rows as i32 + 5, 0, 99]);
+    table.extend(vec![-9; columns]);
+    let count = parts.len() + 1;
+    let q = case.floats("q", &[rows, s.heads, s.width], &q);
+    let k = case.floats("k", &[rows, s.key_heads, s.width], &k);
+    let v = case.floats("v", &[rows, s.key_heads, s.value_width], &v);
+    let seqs = case.ints("seqs", &[count, 3], &seqs);
+    let mut prefix = Vec::new();
+    if s.attrs.prefix {
+        let k_pages = through(cpu, s.cache, s.width, &k_pages).0;
+        let v_pages = through(cpu, s.cache, s.value_width, &v_pages).0;
+        prefix = vec![
+            case.bytes("k_pages", s.cache, &[pages, page, s.key_heads, s.width], &k_pages),
+            case.bytes("v_pages", s.cache, &[pages, page, s.key_heads, s.value_width], &v_pages),
+            case.ints("table", &[count, columns], &table),
+        ];
+    }
+    Built { case, q, k, v, seqs, prefix, starts, rows }
+}
+
+struct Built {
+    case: Case,
+    q: NodeId,
+    k: NodeId,
+    v: NodeId,
+    seqs: NodeId,
+    prefix: Vec<NodeId>,
+    starts: Vec<usize>,
+    rows: usize,
+}
+
+impl Built {
+    fn forward(&mut self, attrs: AttentionAttrs) -> [NodeId; 2] {
+        let mut args = vec![self.q, self.k, self.v, self.seqs];
+        args.extend(&self.prefix);
+        let out = self.case.graph.push(Op::Attention(attrs), &args, "attention").unwrap();
+        args.remove(2);
+        if attrs.prefix {
+            args.remove(4);
+        }
+        let lse = self.case.graph.push(Op::AttentionStats(attrs), &args, "stats").unwrap();
+        [out, lse]
+    }
+
+    fn back(&mut self, attrs: AttentionAttrs, given: [NodeId; 3]) -> [NodeId; 3] {
+        let mut args = vec![self.q, self.k, self.v, self.seqs];
+        args.extend(given);
+        args.extend(&self.prefix);
+        [AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V].map(|wrt| {
+            let op = Op::AttentionBack { attrs, wrt };
+            self.case.graph.push(op, &args, "attention").unwrap()
+        })
+    }
+}
+
+fn setups() -> Vec<Setup> {
+    let attrs = AttentionAttrs {
+        scale: Real::new(0.25),
+        window: None,
+        softcap: None,
+        prefix: true,
+    };
+    let f32 = DType::F32;
+    let plain =
+        Setup { heads: 4, key_heads: 2, width: 32, value_width: 64, attrs, cache: f32 };
+    let mut all = vec![Setup {
+        heads: 3,
+        key_heads: 3,
+        width: 20,
+        value_width: 36,
+        attrs: AttentionAttrs { window: Some(40), ..attrs },
+        cache: f32,
+    }];
+    for (i, cache) in CACHES.into_iter().enumerate() {
+        all.push(Setup {
+            attrs: AttentionAttrs {
+                window: [None, Some(1), Some(33), Some(70)][i],
+                softcap: [None, Some(Real::new(2.0)), None, Some(Real::new(5.0))][i],
+                ..attrs
+            },
+            cache,
+            key_heads: [2, 4, 1, 2][i],
+            ..plain
+        });
+    }
+    all
+}
+
+/// The result in f64, by the definition.
+fn naive(s: &Setup, seq: &Sequence) -> (Vec<f64>, Vec<f64>) {
+    let group = s.heads / s.key_heads;
+    let (mut out, mut stats) = (Vec::new(), Vec::new());
+    for i in 0..seq.len {
+        for h in 0..s.heads {
+            let at = |x: &[f32], width: usize, heads: usize, row: usize, head: usize| -> Vec<f64> {
+                x[(row * heads + head) * width..][..width].iter().map(|&x| f64::from(x)).collect()
+            };
+            let q = at(&seq.q, s.width, s.heads, i, h);
+            let first = s.attrs.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
+            let mut weights = Vec::new();
+            for j in first..=i {
+                let k = at(&seq.k, s.width, s.key_heads, j, h / group);
+                let dot: f64 = q.iter().zip(&k).map(|(a, b)| a * b).sum();
+                let mut logit = dot * f64::from(s.attrs.scale.get());
+                if let Some(cap) = s.attrs.softcap {
+                    let cap = f64::from(cap.get());
+                    logit = cap * (logit / cap).tanh();
+                }
+                weights.push(logit);
+            }
+            let max = weights.iter().copied().fold(f64::MIN, f64::max);
+            let sum: f64 = weights.iter().map(|w| (w - max).exp()).sum();
+            stats.push(max + sum.ln());
+            let mut result = vec![0.0; s.value_width];
+            for (j, w) in (first..=i).zip(weights) {
+                let p = (w - max).exp() / sum;
+                let v = at(&seq.v, s.value_width, s.key_heads, j, h / group);
+                result.iter_mut().zip(v).for_each(|(r, v)| *r += p * v);
+            }
+            out.extend(result);
+        }
+    }
+    (out, stats)
+}
+
+/// P5: a row's bits are its own, whatever the prefix split, pages, packing or threads.
+#[test]
+fn p5_a_row_depends_on_its_prefix_alone() {
+    let mut random = Random(5);
+    for s in setups() {
+        let seqs = [97, 40, 64].map(|len| Sequence::new(&s, len, &mut random));
+        for cpus in devices().chunks(2) {
+            let mut whole: Vec<[Vec<f32>; 2]> = Vec::new();
+            for seq in &seqs {
+                let part = Part { seq, from: 0, to: seq.len };
+                let mut built = build(&cpus[0], &s, &[part], 16, &mut random);
+                let nodes = built.forward(s.attrs(true));
+                let out = built.case.run(&cpus[0], &nodes).unwrap();
+                let start = built.starts[0];
+                let (expected, stats) = naive(&s, seq);
+                let got = to_floats(&out[0])[start * s.heads * s.value_width..]
+                    [..expected.len()]
+                    .to_vec();
+                let lse = to_floats(&out[1])[start * s.heads..][..stats.len()].to_vec();
+                assert_close(&got, &expected, 2e-6, "attention");
+                assert_close(&lse, &stats, 2e-6, "log-sum-exp");
+                whole.push([got, lse]);
+            }
+            for trial in 0..24 {
+                let cpu = &cpus[trial % 2];
+                let page = [1, 7, 16, 32, 64][random.below(5)];
+                let count = 1 + random.below(3);
+                let parts: Vec<Part<'_>> = seqs[..count]
+                    .iter()
+                    .map(|seq| {
+                        let from = random.below(seq.len);
+                        let len = match trial % 3 {
+                            0 => 1,
+                            _ => 1 + random.below(seq.len - from),
+                        };
+                        Part { seq, from, to: (from + len).min(seq.len) }
+                    })
+                    .collect();
+                let mut built = build(cpu, &s, &parts, page, &mut random);
+                let nodes = built.forward(s.attrs(true));
+                let stop = Every::new(1 + random.below(4));
+                let out = built.case.run_in_pieces(cpu, &nodes, &stop).unwrap();
+                let mut expected = [
+                    vec![0.0; built.rows * s.heads * s.value_width],
+                    vec![0.0; built.rows * s.heads],
+                ];
+                for ((part, start), whole) in parts.iter().zip(&built.starts).zip(&whole) {
+                    for (o, width) in [(0, s.heads * s.value_width), (1, s.heads)] {
+                        let n = (part.to - part.from) * width;
+                        expected[o][start * width..][..n]
+                            .copy_from_slice(&whole[o][part.from * width..][..n]);
+                    }
+                }
+                for o in 0..2 {
+                    let got = to_floats(&out[o]);
+                    for (i, (a, b)) in got.iter().zip(&expected[o]).enumerate() {
+                        assert!(
+                            a.to_bits() == b.to_bits(),
+                            "{cpu:?} {} window {:?}: output {o}, element {i}: {a} and {b}",
+                            s.cache,
+                            s.attrs.window
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Without pages, the rows of a sequence are all there is; bits are the same.
+#[test]
+fn sequences_without_pages_are_the_same() {
+    let mut random = Random(6);
+    let s = &setups()[1];
+    let seq = Sequence::new(s, 50, &mut random);
+    for cpu in devices() {
+        let part = Part { seq: &seq, from: 0, to: 50 };
+        let mut paged = build(&cpu, s, &[part], 16, &mut Random(1));
+        let nodes = paged.forward(s.attrs(true));
+        let a = paged.case.run(&cpu, &nodes).unwrap();
+        let bare = Setup { attrs: s.attrs(false), ..*s };
+        let mut built = build(&cpu, &bare, &[part], 16, &mut Random(1));
+        let nodes = built.forward(bare.attrs);
+        assert!(a == built.case.run(&cpu, &nodes).unwrap());
+    }
+}
+
+/// Central differences in f64 of `sum(dout * out)` along random directions.
+#[test]
+fn gradients_are_those_of_the_definition() {
+    let mut random = Random(7);
+    for mut s in setups() {
+        s.cache = DType::F32; // the definition differentiates what is stored
+        let seq = Sequence::new(&s, 70, &mut random);
+        let cached = 20;
+        let part = Part { seq: &seq, from: cached, to: 70 };
+        let dout = random.floats(70 * s.heads * s.value_width);
+        let loss = |seq: &Sequence| -> f64 {
+            let skip = cached * s.heads * s.value_width;
+            let out = naive(&s, seq).0;
+            out.iter().zip(&dout).skip(skip).map(|(o, d)| o * f64::from(*d)).sum()
+        };
+        let (out, stats) = naive(&s, &seq);
+        let mut by_family = Vec::new();
+        for cpu in devices() {
+            let mut built = build(&cpu, &s, &[part], 16, &mut Random(2));
+            let (rows, start) = (built.rows, built.starts[0]);
+            // The gradient's other operands, poisoned on rows of no sequence.
+            let place = |x: &dyn Fn(usize) -> f32, width: usize| -> Vec<f32> {
+                let inside = start * width..(start + 50) * width;
+                let at = |i: usize| x(i - start * width + cached * width);
+                (0..rows * width).map(|i| if inside.contains(&i) { at(i) } else { f32::NAN }).collect()
+            };
+            let delta = |i: usize| -> f32 {
+                let w = s.value_width;
+                let pairs = out[i * w..][..w].iter().zip(&dout[i * w..][..w]);
+                pairs.map(|(o, d)| o * f64::from(*d)).sum::<f64>() as f32
+            };
+            let lse = place(&|i| stats[i] as f32, s.heads);
+            let delta = place(&delta, s.heads);
+            let given = place(&|i| dout[i], s.heads * s.value_width);
+            let case = &mut built.case;
+            let given = [
+                case.floats("lse", &[rows, s.heads], &lse),
+                case.floats("delta", &[rows, s.heads], &delta),
+                case.floats("dout", &[rows, s.heads, s.value_width], &given),
+            ];
+            let nodes = built.back(s.attrs(true), given);
+            let bytes = built.case.run(&cpu, &nodes).unwrap();
+            let pieces = built.case.run_in_pieces(&cpu, &nodes, &Every::new(2)).unwrap();
+            assert!(bytes == pieces);
+            by_family.push(bytes.clone());
+            let grads: Vec<Vec<f32>> = bytes.iter().map(|b| to_floats(b)).collect();
+            for (wrt, grad) in grads.iter().enumerate() {
+                let width = grad.len() / rows;
+                let (before, rest) = grad.split_at(start * width);
+                let (own, after) = rest.split_at(50 * width);
+                assert!(before.iter().chain(after).all(|&g| g == 0.0));
+                for _ in 0..4 {
+                    let direction = random.floats(own.len());
+                    let moved = |sign: f64| {
+                        let eps = sign / 1024.0;
+                        let mut seq = Sequence {
+                            len: 70,
+                            q: seq.q.clone(),
+                            k: seq.k.clone(),
+                            v: seq.v.clone(),
+                        };
+                        let x = [&mut seq.q, &mut seq.k, &mut seq.v].into_iter().nth(wrt).unwrap();
+                        for (x, d) in x[cached * width..].iter_mut().zip(&direction) {
+                            *x += (eps * f64::from(*d)) as f32;
+                        }
+                        loss(&seq)
+                    };
+                    let slope = (moved(1.0) - moved(-1.0)) * 512.0;
+                    let pairs = own.iter().zip(&direction);
+                    let dot: f64 = pairs.map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
+                    let norm: f64 =
+                        own.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+                    assert!(
+                        (slope - dot).abs() <= 2e-3 * norm + 1e-9,
+                        "{cpu:?} operand {wrt} window {:?}: {slope} and {dot}",
+                        s.attrs.window
+                    );
+                }
+            }
+        }
+        for pair in by_family.chunks(2) {
+            assert!(pair[0] == pair[1], "threads change bits");
+        }
+    }
+}
+
+#[test]
+fn numbers_out_of_range_are_faults_that_name_them() {
+    let cpu = Cpu::new(1, None).unwrap();
+    let attempt = |seqs: &[i32], table: &[i32], what: &str| {
+        let mut case = Case::new();
+        let q = case.floats("q", &[4, 1, 32], &[0.0; 128]);
+        let seqs = case.ints("seqs", &[seqs.len() / 3, 3], seqs);
+        let pages = case.floats("pages", &[3, 8, 1, 32], &[0.0; 768]);
+        let table = case.ints("table", &[table.len() / 2, 2], table);
+        let attrs = setups()[0].attrs;
+        let args = [q, q, q, seqs, pages, pages, table];
+        let out = case.graph.push(Op::Attention(attrs), &args, "attn").unwrap();
+        let fault = case.run(&cpu, &[out]).map(|_| ()).unwrap_err();
+        assert_eq!(fault.code, graph::Code::IndexOutOfRange);
+        assert_eq!(fault.node, "attn");
+        assert!(fault.message.contains(what), "{}", fault.message);
+    };
+    attempt(&[2, 3, 0], &[0, 0], "rows 2..5");
+    attempt(&[-1, 1, 0], &[0, 0], "-1");
+    attempt(&[0, 1, 17], &[0, 0], "17 cached");
+    attempt(&[0, 1, 16], &[0, 3], "page 3");
+    attempt(&[0, 1, 1], &[-1, 0], "page -1");
+    attempt(&[0, 2, 0, 1, 2, 0], &[0, 0, 0, 0], "row 1");
+    attempt(&[i32::MAX, i32::MAX, i32::MAX], &[0, 0], "rows");
+}
+
+#[test]
+fn a_wrong_leaf_is_a_fault_that_names_it() {
+    let cpu = Cpu::new(1, None).unwrap();
+    let mut g = graph::Graph::new();
+    let x = g.leaf("x", shape(&[4]), DType::F32).unwrap();
+    let y = g.affine(x, 2.0, 1.0).unwrap();
+    let plan = plan(&g, &[y], &cpu).unwrap();
+    let mut arena = cpu.arena(plan.arena_bytes).unwrap();
+    let bytes = crate::testing::Bytes::new(&[0; 32]);
+    let mut run = |leaves: &[Leaf<'_>]| {
+        cpu.run(&plan, leaves, &mut *arena, Segment::default(), &()).map(|_| ())
+    };
+    assert!(run(&[Leaf::Host(&bytes.get()[..16])]).is_ok());
+    for leaves in [
+        vec![Leaf::Host(&bytes.get()[..15])],
+        vec![Leaf::Host(&bytes.get()[1..17])],
+        vec![],
+    ] {
+        let fault = run(&leaves).unwrap_err();
+        assert_eq!((fault.code, &*fault.node), (graph::Code::BadBinding, "x"));
+    }
+}

@@ -1,0 +1,556 @@
+//! What all attention kernels are made of: rows of keys wherever they are stored, dot products
+//! with lanes over keys, and weighted sums of rows.
+
+use std::ops::Range;
+
+use gguf::TensorType;
+use graph::DType;
+
+use super::super::quantize::load_q8_0;
+use super::{Heads, Operands, Prefix, Sequence};
+use crate::job::Input;
+use crate::simd::{LANES, Simd, Task};
+
+/// Keys of a tile: two vectors.
+pub(super) const KEYS: usize = 32;
+
+/// The most rows whose dot products are accumulated in registers at once.
+pub(super) const CHUNK: usize = 8;
+
+/// Query rows whose coefficients the gradients of keys and values hold at once.
+pub(super) const BATCH: usize = 32;
+
+/// How cached rows are stored.
+#[derive(Copy, Clone, PartialEq, Eq)]
+pub(super) enum Storage {
+    F32,
+    F16,
+    BF16,
+    Q8_0,
+}
+
+impl Storage {
+    pub(super) fn of(dtype: DType) -> Option<Storage> {
+        match dtype {
+            DType::F32 => Some(Storage::F32),
+            DType::F16 => Some(Storage::F16),
+            DType::BF16 => Some(Storage::BF16),
+            DType::Block(TensorType::Q8_0) => Some(Storage::Q8_0),
+            _ => None,
+        }
+    }
+}
+
+/// `[count, page, heads, width]`, dense.
+#[derive(Copy, Clone)]
+pub(super) struct Pages {
+    base: *const u8,
+    storage: Storage,
+    /// Pages.
+    pub(super) count: usize,
+    /// Positions of a page.
+    pub(super) page: usize,
+    heads: usize,
+    row_bytes: usize,
+}
+
+impl Pages {
+    pub(super) fn new(input: &Input<'_>) -> Option<Pages> {
+        let (dtype, shape) = (input.arg.dtype, input.arg.shape);
+        let offset = input.arg.layout.offset * dtype.element_bytes().unwrap_or(0);
+        Some(Pages {
+            base: input.bytes().wrapping_add(offset),
+            storage: Storage::of(dtype)?,
+            count: shape.dim(0),
+            page: shape.dim(1),
+            heads: shape.dim(2),
+            row_bytes: dtype.row_bytes(shape.dim(3))?,
+        })
+    }
+
+    /// The bytes of a head's row at a position of a sequence.
+    #[inline(always)]
+    fn at(&self, prefix: &Prefix<'_>, seq: usize, position: usize, head: usize) -> *const u8 {
+        let id = prefix.table[seq * prefix.columns + position / self.page] as usize;
+        let row = (id * self.page + position % self.page) * self.heads + head;
+        self.base.wrapping_add(row * self.row_bytes)
+    }
+}
+
+/// The rows of a tile, by key; those outside of the loaded range are null.
+pub(super) type RowPointers = [*const f32; KEYS];
+
+/// Finds keys (or values) `range` of the tile at position `base` of a sequence, as f32. Cached
+/// rows of another type are converted into `converted`.
+struct FindRows<'a> {
+    own: Heads,
+    pages: Option<(&'a Prefix<'a>, &'a Pages)>,
+    seq: &'a Sequence,
+    head: usize,
+    base: usize,
+    range: Range<usize>,
+    width: usize,
+    converted: &'a mut [f32],
+}
+
+impl Task for FindRows<'_> {
+    type Out = RowPointers;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> RowPointers {
+        let mut rows = [std::ptr::null(); KEYS];
+        for (i, row) in rows.iter_mut().enumerate().take(self.range.end).skip(self.range.start) {
+            let position = self.base + i;
+            *row = match self.pages {
+                Some((prefix, pages)) if position < self.seq.cached => {
+                    let bytes = pages.at(prefix, self.seq.index, position, self.head);
+                    let to = self.converted[i * self.width..][..self.width].as_mut_ptr();
+                    // SAFETY: `Operands` promise that the position is cached in these pages, whose
+                    // rows have this width.
+                    unsafe { convert(s, pages.storage, bytes, to, self.width) }
+                }
+                _ => self.own.at(self.seq.first + position - self.seq.cached, self.head),
+            };
+        }
+        rows
+    }
+}
+
+/// A stored row as f32: where it is, or in `to`.
+///
+/// # Safety
+/// `bytes` must be a row of `width` elements, `to` have room for it.
+#[inline(always)]
+unsafe fn convert<S: Simd>(
+    s: S,
+    storage: Storage,
+    bytes: *const u8,
+    to: *mut f32,
+    width: usize,
+) -> *const f32 {
+    // SAFETY: the caller's. Rows of Q8_0 are whole blocks of 32 elements in 34 bytes.
+    unsafe {
+        match storage {
+            Storage::F32 => return bytes.cast(),
+            Storage::F16 => {
+                for i in (0..width).step_by(LANES) {
+                    let v = s.load_f16_first(bytes.cast::<u16>().add(i), width - i);
+                    s.store_first(to.add(i), v, width - i);
+                }
+            }
+            Storage::BF16 => {
+                for i in (0..width).step_by(LANES) {
+                    let v = s.load_bf16_first(bytes.cast::<u16>().add(i), width - i);
+                    s.store_first(to.add(i), v, width - i);
+                }
+            }
+            Storage::Q8_0 => {
+                for block in 0..width / 32 {
+                    load_q8_0(s, bytes.add(block * 34), to.add(block * 32));
+                }
+            }
+        }
+    }
+    to
+}
+
+impl Operands<'_> {
+    /// The keys of a tile.
+    ///
+    /// # Safety
+    /// The positions must be those of rows of the sequence or of its cached prefix; `converted`
+    /// must have room for a tile of rows.
+    #[inline(always)]
+    pub(super) unsafe fn keys<S: Simd>(
+        &self,
+        s: S,
+        seq: &Sequence,
+        head: usize,
+        (base, range): (usize, Range<usize>),
+        converted: &mut [f32],
+    ) -> RowPointers {
+        let pages = self.prefix.as_ref().map(|p| (p, &p.keys));
+        let (own, width) = (self.k, self.width);
+        s.call(FindRows { own, pages, seq, head, base, range, width, converted })
+    }
+
+    /// The values of a tile; all null when the op has none.
+    ///
+    /// # Safety
+    /// As [`Operands::keys`].
+    #[inline(always)]
+    pub(super) unsafe fn values<S: Simd>(
+        &self,
+        s: S,
+        seq: &Sequence,
+        head: usize,
+        (base, range): (usize, Range<usize>),
+        converted: &mut [f32],
+    ) -> RowPointers {
+        let Some(own) = self.v else { return [std::ptr::null(); KEYS] };
+        let pages = self.prefix.as_ref().and_then(|p| Some((p, p.values.as_ref()?)));
+        let width = self.value_width;
+        s.call(FindRows { own, pages, seq, head, base, range, width, converted })
+    }
+}
+
+/// Element `d` of every row of a tile becomes two vectors at `32 d`; zero for rows outside of
+/// `range`, which are not read.
+///
+/// # Safety
+/// Rows of the range must have `width` elements, `to` room for `32 padded(width)` floats.
+#[inline(always)]
+pub(super) unsafe fn transpose_tile<S: Simd>(
+    s: S,
+    rows: &RowPointers,
+    range: Range<usize>,
+    width: usize,
+    to: &mut [f32],
+) {
+    s.call(Transpose { rows, range, width, to });
+}
+
+/// See [`transpose_tile`].
+struct Transpose<'a> {
+    rows: &'a RowPointers,
+    range: Range<usize>,
+    width: usize,
+    to: &'a mut [f32],
+}
+
+impl Task for Transpose<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for at in (0..self.width.next_multiple_of(LANES) * 2).step_by(LANES) {
+            // Halves of the tile for each 16 elements of the width.
+            let (d, half) = (at / (2 * LANES) * LANES, at % (2 * LANES));
+            let mut block = [s.zero(); LANES];
+            for i in 0..LANES {
+                if self.range.contains(&(half + i)) {
+                    let row = self.rows[half + i].wrapping_add(d);
+                    // SAFETY: `transpose_tile`'s caller's.
+                    block[i] = unsafe { s.load_first(row, self.width - d) };
+                }
+            }
+            s.transpose(&mut block);
+            for i in 0..LANES {
+                let to = &mut self.to[(d + i) * KEYS + half..][..LANES];
+                // SAFETY: a slice of 16 elements.
+                unsafe { s.store(to.as_mut_ptr(), block[i]) };
+            }
+        }
+    }
+}
+
+/// Dot products of rows with every key of a transposed tile: a chain over the width.
+///
+/// # Safety
+/// The rows must have `width` elements, `keys` be what [`transpose_tile`] wrote.
+#[inline(always)]
+unsafe fn dots<S: Simd, const R: usize>(
+    s: S,
+    rows: [*const f32; R],
+    keys: *const f32,
+    width: usize,
+) -> [[S::F32; 2]; R] {
+    let mut sums = [[s.zero(); 2]; R];
+    for d in 0..width {
+        // SAFETY: the caller's.
+        unsafe {
+            let (a, b) = (s.load(keys.add(d * KEYS)), s.load(keys.add(d * KEYS + LANES)));
+            for r in 0..R {
+                let x = s.splat(*rows[r].add(d));
+                sums[r] = [s.fma(x, a, sums[r][0]), s.fma(x, b, sums[r][1])];
+            }
+        }
+    }
+    sums
+}
+
+/// Writes the dot products of up to [`CHUNK`] rows with the keys of a tile, 32 per row.
+///
+/// # Safety
+/// The rows must have `width` elements, `keys` be what [`transpose_tile`] wrote.
+#[inline(always)]
+pub(super) unsafe fn write_dots<S: Simd>(
+    s: S,
+    rows: &[*const f32],
+    keys: &[f32],
+    width: usize,
+    to: &mut [f32],
+) {
+    s.call(WriteDots { rows, keys, width, to });
+}
+
+/// See [`write_dots`].
+struct WriteDots<'a> {
+    rows: &'a [*const f32],
+    keys: &'a [f32],
+    width: usize,
+    to: &'a mut [f32],
+}
+
+impl Task for WriteDots<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let mut r = 0;
+        while r < self.rows.len() {
+            let left = self.rows.len() - r;
+            r += if S::ROWS >= 8 && left >= 8 {
+                self.take::<S, 8>(s, r)
+            } else if S::ROWS >= 4 && left >= 4 {
+                self.take::<S, 4>(s, r)
+            } else if S::ROWS >= 4 && left == 3 {
+                self.take::<S, 3>(s, r)
+            } else if S::ROWS >= 2 && left >= 2 {
+                self.take::<S, 2>(s, r)
+            } else {
+                self.take::<S, 1>(s, r)
+            };
+        }
+    }
+}
+
+impl WriteDots<'_> {
+    /// Takes `R` rows from row `r` on.
+    #[inline(always)]
+    fn take<S: Simd, const R: usize>(&mut self, s: S, r: usize) -> usize {
+        let mut rows = [std::ptr::null(); R];
+        rows.copy_from_slice(&self.rows[r..r + R]);
+        // SAFETY: `write_dots`' caller's.
+        let sums = unsafe { dots::<S, R>(s, rows, self.keys.as_ptr(), self.width) };
+        for (i, sums) in sums.iter().enumerate() {
+            let to = &mut self.to[(r + i) * KEYS..][..KEYS];
+            // SAFETY: a slice of 32 elements.
+            unsafe {
+                s.store(to.as_mut_ptr(), sums[0]);
+                s.store(to.as_mut_ptr().add(LANES), sums[1]);
+            }
+        }
+        R
+    }
+}
+
+/// The coefficient of result `r` and source `i` is at `r * result + i * source`.
+#[derive(Copy, Clone)]
+pub(super) struct Coefficients {
+    pub(super) ptr: *const f32,
+    pub(super) result: usize,
+    pub(super) source: usize,
+}
+
+impl Coefficients {
+    #[inline(always)]
+    unsafe fn at(&self, r: usize, i: usize) -> f32 {
+        // SAFETY: the caller's.
+        unsafe { *self.ptr.add(r * self.result + i * self.source) }
+    }
+
+    #[inline(always)]
+    fn skip(self, results: usize) -> Coefficients {
+        Coefficients { ptr: self.ptr.wrapping_add(results * self.result), ..self }
+    }
+}
+
+/// `to_r += sum over i in range of c(r, i) from_i`: lanes over the width, a chain over `i`.
+///
+/// # Safety
+/// All rows must have `width` elements; the coefficients must exist.
+#[inline(always)]
+unsafe fn add_rows<S: Simd, const R: usize>(
+    s: S,
+    to: [*mut f32; R],
+    c: Coefficients,
+    from: &[*const f32],
+    range: Range<usize>,
+    width: usize,
+) {
+    if range.is_empty() {
+        return;
+    }
+    let mut w = 0;
+    // SAFETY: the caller's.
+    unsafe {
+        while w + 2 * LANES <= width {
+            let mut sums = [[s.zero(); 2]; R];
+            for r in 0..R {
+                sums[r] = [s.load(to[r].add(w)), s.load(to[r].add(w + LANES))];
+            }
+            for i in range.clone() {
+                let from = from[i].add(w);
+                let (a, b) = (s.load(from), s.load(from.add(LANES)));
+                for r in 0..R {
+                    let x = s.splat(c.at(r, i));
+                    sums[r] = [s.fma(x, a, sums[r][0]), s.fma(x, b, sums[r][1])];
+                }
+            }
+            for r in 0..R {
+                s.store(to[r].add(w), sums[r][0]);
+                s.store(to[r].add(w + LANES), sums[r][1]);
+            }
+            w += 2 * LANES;
+        }
+        while w < width {
+            let n = width - w;
+            let mut sums = [s.zero(); R];
+            for r in 0..R {
+                sums[r] = s.load_first(to[r].add(w), n);
+            }
+            for i in range.clone() {
+                let from = s.load_first(from[i].add(w), n);
+                for r in 0..R {
+                    sums[r] = s.fma(s.splat(c.at(r, i)), from, sums[r]);
+                }
+            }
+            for r in 0..R {
+                s.store_first(to[r].add(w), sums[r], n);
+            }
+            w += LANES;
+        }
+    }
+}
+
+/// `to_r += sum over i in ranges_r of c(r, i) from_i`, a chain over `i` each, whatever is
+/// computed together.
+///
+/// # Safety
+/// All rows must have `width` elements; the coefficients must exist.
+#[inline(always)]
+pub(super) unsafe fn add_weighted<S: Simd>(
+    s: S,
+    to: &[*mut f32],
+    c: Coefficients,
+    from: &[*const f32],
+    ranges: &[Range<usize>],
+    width: usize,
+) {
+    s.call(AddWeighted { to, c, from, ranges, width });
+}
+
+/// See [`add_weighted`].
+struct AddWeighted<'a> {
+    to: &'a [*mut f32],
+    c: Coefficients,
+    from: &'a [*const f32],
+    ranges: &'a [Range<usize>],
+    width: usize,
+}
+
+impl Task for AddWeighted<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let mut r = 0;
+        while r < self.to.len() {
+            let left = self.to.len() - r;
+            r += if S::ROWS >= 8 && left >= 8 {
+                self.take::<S, 8>(s, r)
+            } else if S::ROWS >= 4 && left >= 4 {
+                self.take::<S, 4>(s, r)
+            } else if S::ROWS >= 4 && left == 3 {
+                self.take::<S, 3>(s, r)
+            } else if S::ROWS >= 2 && left >= 2 {
+                self.take::<S, 2>(s, r)
+            } else {
+                self.take::<S, 1>(s, r)
+            };
+        }
+    }
+}
+
+impl AddWeighted<'_> {
+    /// Takes `R` results from result `r` on.
+    #[inline(always)]
+    fn take<S: Simd, const R: usize>(&self, s: S, r: usize) -> usize {
+        let mut to = [std::ptr::null_mut(); R];
+        to.copy_from_slice(&self.to[r..r + R]);
+        let ranges = &self.ranges[r..r + R];
+        let (mut start, mut end) = (0, usize::MAX);
+        for range in ranges {
+            start = range.start.max(start);
+            end = range.end.min(end);
+        }
+        let end = end.max(start);
+        let (c, from, width) = (self.c, self.from, self.width);
+        // Each result takes what comes before the common range, the common range, and what comes
+        // after it.
+        for (l, range) in ranges.iter().enumerate() {
+            let range = range.start..range.end.min(start);
+            if R > 1 && !range.is_empty() {
+                s.call(AddRow { to: to[l], c: c.skip(r + l), from, range, width });
+            }
+        }
+        // SAFETY: `add_weighted`'s caller's.
+        unsafe { add_rows::<S, R>(s, to, c.skip(r), from, start..end, width) };
+        for (l, range) in ranges.iter().enumerate() {
+            let range = range.start.max(end)..range.end;
+            if R > 1 && !range.is_empty() {
+                s.call(AddRow { to: to[l], c: c.skip(r + l), from, range, width });
+            }
+        }
+        R
+    }
+}
+
+/// [`add_rows`] for one result.
+struct AddRow<'a> {
+    to: *mut f32,
+    c: Coefficients,
+    from: &'a [*const f32],
+    range: Range<usize>,
+    width: usize,
+}
+
+impl Task for AddRow<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: `add_weighted`'s caller's.
+        unsafe { add_rows::<S, 1>(s, [self.to], self.c, self.from, self.range, self.width) }
+    }
+}
+
+/// Logits from dot products, and what a logit's cotangent is multiplied with to become the dot
+/// product's.
+#[derive(Copy, Clone)]
+pub(super) struct Logits {
+    scale: f32,
+    softcap: Option<f32>,
+}
+
+impl Logits {
+    pub(super) fn new(o: &Operands<'_>) -> Logits {
+        Logits { scale: o.attrs.scale.get(), softcap: o.attrs.softcap.map(|c| c.get()) }
+    }
+
+    #[inline(always)]
+    pub(super) fn value<S: Simd>(self, s: S, dot: S::F32) -> S::F32 {
+        let logit = s.mul(dot, s.splat(self.scale));
+        match self.softcap {
+            None => logit,
+            Some(cap) => {
+                let cap = s.splat(cap);
+                s.mul(cap, s.tanh(s.div(logit, cap)))
+            }
+        }
+    }
+
+    /// `scale`, times `1 - (logit / cap)^2`.
+    #[inline(always)]
+    pub(super) fn slope<S: Simd>(self, s: S, logit: S::F32) -> S::F32 {
+        let scale = s.splat(self.scale);
+        match self.softcap {
+            None => scale,
+            Some(cap) => {
+                let t = s.div(logit, s.splat(cap));
+                s.mul(scale, s.fnma(t, t, s.splat(1.0)))
+            }
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! Functions of each element: binary, unary, affine, gated linear units and their gradients.
+
+use std::ops::Range;
+
+use graph::{Binary, Call, GluKind, GluOperand, MAX_RANK, Op, Shape, Unary};
+
+use super::{Support, TILE_ELEMENTS, Tiles, memory};
+use crate::job::Job;
+use crate::simd::{LANES, Simd, Task};
+use graph::{DType, Needs};
+
+/// Operands may have any strides.
+pub(super) fn supports(call: &Call<'_>) -> Support {
+    for i in 0..call.args.len() {
+        memory(call, i, DType::F32)?;
+    }
+    Ok(Needs::default())
+}
+
+fn grid(job: &Job<'_>) -> Tiles {
+    Tiles::new(job.out.shape.elements(), TILE_ELEMENTS)
+}
+
+pub(super) fn tiles(job: &Job<'_>) -> usize {
+    grid(job).count
+}
+
+/// The elements of a tile.
+pub(super) fn range(job: &Job<'_>, tile: usize) -> Range<usize> {
+    grid(job).range(tile)
+}
+
+/// The elements of a dense result in runs along which every operand has a fixed stride.
+pub(super) struct Runs<const N: usize> {
+    /// Elements of a run.
+    pub(super) len: usize,
+    /// Each operand's elements between neighbours of a run.
+    pub(super) strides: [usize; N],
+    /// Dimensions outside of a run, innermost first: sizes and strides.
+    outer: [(usize, [usize; N]); MAX_RANK],
+}
+
+impl<const N: usize> Runs<N> {
+    /// Walks a result of shape `out` along operands of these shapes and strides, aligned at the
+    /// last dimension; a dimension of size 1 (or absent) stretches.
+    pub(super) fn new(out: &Shape, operands: [(&Shape, &[usize; MAX_RANK]); N]) -> Runs<N> {
+        let rank = out.rank();
+        let mut runs = Runs { len: 1, strides: [0; N], outer: [(1, [0; N]); MAX_RANK] };
+        // 0 while the run itself grows, then one more than the outer dimension that does.
+        let mut level = 0;
+        for i in (0..rank).rev() {
+            let size = out.dim(i);
+            if size == 1 {
+                continue;
+            }
+            let strides = operands.map(|(shape, strides)| match (i + shape.rank()).checked_sub(rank)
+            {
+                Some(d) if shape.dim(d) != 1 => strides[d],
+                _ => 0,
+            });
+            let (inner_size, inner) = match level {
+                0 => (runs.len, runs.strides),
+                l => runs.outer[l - 1],
+            };
+            let first = inner_size == 1;
+            let merges = (0..N).all(|j| strides[j] == inner[j] * inner_size);
+            if first {
+                match level {
+                    0 => (runs.len, runs.strides) = (size, strides),
+                    l => runs.outer[l - 1] = (size, strides),
+                }
+            } else if merges {
+                match level {
+                    0 => runs.len *= size,
+                    l => runs.outer[l - 1].0 *= size,
+                }
+            } else {
+                level += 1;
+                runs.outer[level - 1] = (size, strides);
+            }
+        }
+        runs
+    }
+
+    /// The offsets of the operands at the start of run `i`.
+    #[inline(always)]
+    pub(super) fn offsets(&self, i: usize) -> [usize; N] {
+        let (mut i, mut at) = (i, [0; N]);
+        for (size, strides) in self.outer {
+            if i == 0 {
+                break;
+            }
+            let index = i % size;
+            i /= size;
+            for (a, s) in at.iter_mut().zip(strides) {
+                *a += index * s;
+            }
+        }
+        at
+    }
+}
+
+/// A function of `N` elements.
+trait Map<const N: usize>: Copy {
+    fn apply<S: Simd>(self, s: S, x: [S::F32; N]) -> S::F32;
+}
+
+/// Applies a function to a range of a job's elements.
+struct Apply<'a, F, const N: usize> {
+    f: F,
+    job: &'a Job<'a>,
+    range: Range<usize>,
+}
+
+impl<F: Map<N>, const N: usize> Task for Apply<'_, F, N> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let inputs: [_; N] = std::array::from_fn(|j| self.job.input(j));
+        let shapes = std::array::from_fn(|j| (&inputs[j].arg.shape, &inputs[j].arg.layout.strides));
+        let runs = Runs::new(&self.job.out.shape, shapes);
+        let mut at = self.range.start;
+        while at < self.range.end {
+            let (run, from) = (at / runs.len, at % runs.len);
+            let n = (runs.len - from).min(self.range.end - at);
+            let starts = runs.offsets(run);
+            let x: [*const f32; N] = std::array::from_fn(|j| {
+                inputs[j].ptr::<f32>().wrapping_add(starts[j] + from * runs.strides[j])
+            });
+            let to = self.job.out::<f32>().wrapping_add(at);
+            // SAFETY: elements `at .. at + n` of the result are this tile's, and those of the
+            // operands are where their layouts say.
+            unsafe { along(s, self.f, to, x, runs.strides, n) };
+            at += n;
+        }
+    }
+}
+
+/// Writes `n` elements.
+///
+/// # Safety
+/// `to` must be valid for `n` writes, each operand for `n` reads a stride apart.
+#[inline(always)]
+unsafe fn along<S: Simd, F: Map<N>, const N: usize>(
+    s: S,
+    f: F,
+    to: *mut f32,
+    x: [*const f32; N],
+    strides: [usize; N],
+    n: usize,
+) {
+    let mut i = 0;
+    while i + LANES <= n {
+        let mut v = [s.zero(); N];
+        for j in 0..N {
+            // SAFETY: the caller's.
+            v[j] = unsafe { fetch(s, x[j].wrapping_add(i * strides[j]), strides[j], LANES) };
+        }
+        // SAFETY: the caller's.
+        unsafe { s.store(to.add(i), f.apply(s, v)) };
+        i += LANES;
+    }
+    if i < n {
+        let mut v = [s.zero(); N];
+        for j in 0..N {
+            // SAFETY: the caller's.
+            v[j] = unsafe { fetch(s, x[j].wrapping_add(i * strides[j]), strides[j], n - i) };
+        }
+        // SAFETY: the caller's.
+        unsafe { s.store_first(to.add(i), f.apply(s, v), n - i) };
+    }
+}
+
+/// Reads the next `n` (at most 16) elements, `stride` apart.
+///
+/// # Safety
+/// `from` must be valid for those reads.
+#[inline(always)]
+unsafe fn fetch<S: Simd>(s: S, from: *const f32, stride: usize, n: usize) -> S::F32 {
+    // SAFETY: the caller's.
+    unsafe {
+        match stride {
+            1 if n == LANES => s.load(from),
+            1 => s.load_first(from, n),
+            0 => s.splat(*from),
+            _ => {
+                let mut lanes = [0.0; LANES];
+                for (i, lane) in lanes.iter_mut().enumerate().take(n) {
+                    *lane = *from.add(i * stride);
+                }
+                s.load(lanes.as_ptr())
+            }
+        }
+    }
+}
+
+macro_rules! maps {
+    ($($name:ident, $n:literal: |$s:ident, $x:pat_param| $e:expr;)*) => { $(
+        #[derive(Copy, Clone)]
+        struct $name;
+        impl Map<$n> for $name {
+            #[inline(always)]
+            fn apply<S: Simd>(self, $s: S, $x: [S::F32; $n]) -> S::F32 {
+                $e
+            }
+        }
+    )* };
+}
+
+maps! {
+    Add, 2: |s, [a, b]| s.add(a, b);
+    Sub, 2: |s, [a, b]| s.sub(a, b);
+    Mul, 2: |s, [a, b]| s.mul(a, b);
+    Div, 2: |s, [a, b]| s.div(a, b);
+    Tanh, 1: |s, [x]| s.tanh(x);
+    Sigmoid, 1: |s, [x]| s.sigmoid(x);
+    Silu, 1: |s, [x]| silu(s, x);
+    Gelu, 1: |s, [x]| gelu(s, x);
+    Exp, 1: |s, [x]| s.exp(x);
+    Log, 1: |s, [x]| s.log(x);
+    Swiglu, 2: |s, [gate, up]| s.mul(silu(s, gate), up);
+    Geglu, 2: |s, [gate, up]| s.mul(gelu(s, gate), up);
+    SwigluUp, 3: |s, [gate, _, dy]| s.mul(dy, silu(s, gate));
+    GegluUp, 3: |s, [gate, _, dy]| s.mul(dy, gelu(s, gate));
+    SwigluGate, 3: |s, [gate, up, dy]| s.mul(s.mul(dy, up), silu_slope(s, gate));
+    GegluGate, 3: |s, [gate, up, dy]| s.mul(s.mul(dy, up), gelu_slope(s, gate));
+}
+
+#[derive(Copy, Clone)]
+struct Affine {
+    scale: f32,
+    bias: f32,
+}
+
+impl Map<1> for Affine {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [x]: [S::F32; 1]) -> S::F32 {
+        s.fma(s.splat(self.scale), x, s.splat(self.bias))
+    }
+}
+
+#[inline(always)]
+fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    s.mul(x, s.sigmoid(x))
+}
+
+/// `p (1 + x (1 - p))` with `p = sigmoid(x)`.
+#[inline(always)]
+fn silu_slope<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let p = s.sigmoid(x);
+    let one = s.splat(1.0);
+    s.mul(p, s.fma(x, s.sub(one, p), one))
+}
+
+/// `2 sqrt(2/pi)`
+const GELU_SLOPE: f32 = 1.595_769;
+const GELU_CUBIC: f32 = 0.044_715;
+
+/// `sigmoid(2 u)`, which is `(1 + tanh u) / 2` without its cancellation, for the `u` of GELU.
+#[inline(always)]
+fn gelu_gate<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let cubic = s.fma(s.mul(x, x), s.splat(GELU_CUBIC), s.splat(1.0));
+    s.sigmoid(s.mul(s.mul(s.splat(GELU_SLOPE), x), cubic))
+}
+
+#[inline(always)]
+fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    s.mul(x, gelu_gate(s, x))
+}
+
+/// `p + x p (1 - p) (2 u)'` with `p = sigmoid(2 u)`.
+#[inline(always)]
+fn gelu_slope<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let p = gelu_gate(s, x);
+    let spread = s.mul(p, s.sub(s.splat(1.0), p));
+    let inner = s.fma(s.mul(x, x), s.splat(3.0 * GELU_CUBIC), s.splat(1.0));
+    let slope = s.mul(s.mul(s.splat(GELU_SLOPE), x), inner);
+    // Far out, where the spread is 0, the slope may have overflowed.
+    s.select(s.eq(spread, s.zero()), p, s.fma(spread, slope, p))
+}
+
+fn apply<F: Map<N>, const N: usize>(job: &Job<'_>, f: F, tile: usize) {
+    job.isa.run(Apply { f, job, range: range(job, tile) });
+}
+
+pub(super) fn run_tile(job: &Job<'_>, tile: usize) {
+    match job.op {
+        Op::Binary(Binary::Add) => apply(job, Add, tile),
+        Op::Binary(Binary::Sub) => apply(job, Sub, tile),
+        Op::Binary(Binary::Mul) => apply(job, Mul, tile),
+        Op::Binary(Binary::Div) => apply(job, Div, tile),
+        Op::Unary(Unary::Tanh) => apply(job, Tanh, tile),
+        Op::Unary(Unary::Sigmoid) => apply(job, Sigmoid, tile),
+        Op::Unary(Unary::Silu) => apply(job, Silu, tile),
+        Op::Unary(Unary::Gelu) => apply(job, Gelu, tile),
+        Op::Unary(Unary::Exp) => apply(job, Exp, tile),
+        Op::Unary(Unary::Log) => apply(job, Log, tile),
+        Op::Affine { scale, bias } => {
+            apply(job, Affine { scale: scale.get(), bias: bias.get() }, tile);
+        }
+        Op::Glu(GluKind::Swiglu) => apply(job, Swiglu, tile),
+        Op::Glu(GluKind::Geglu) => apply(job, Geglu, tile),
+        Op::GluBack { kind, wrt } => match (kind, wrt) {
+            (GluKind::Swiglu, GluOperand::Up) => apply(job, SwigluUp, tile),
+            (GluKind::Swiglu, GluOperand::Gate) => apply(job, SwigluGate, tile),
+            (GluKind::Geglu, GluOperand::Up) => apply(job, GegluUp, tile),
+            (GluKind::Geglu, GluOperand::Gate) => apply(job, GegluGate, tile),
+        },
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_reach_every_element() {
+        let shape = |dims: &[usize]| Shape::new(dims).unwrap();
+        // A permuted operand, a broadcast one and a dense one.
+        let out = shape(&[2, 3, 4, 5]);
+        let permuted = [60, 5, 15, 1, 0, 0];
+        let (row, row_strides) = (shape(&[4, 1]), [1, 1, 0, 0, 0, 0]);
+        let dense = out.strides();
+        let runs = Runs::new(&out, [(&out, &permuted), (&row, &row_strides), (&out, &dense)]);
+        assert_eq!(runs.len, 5);
+        for at in 0..out.elements() {
+            let index = [at / 60, at / 20 % 3, at / 5 % 4, at % 5];
+            let offsets = runs.offsets(at / runs.len);
+            let got: Vec<usize> =
+                (0..3).map(|j| offsets[j] + at % runs.len * runs.strides[j]).collect();
+            let expected = [
+                index[0] * 60 + index[1] * 5 + index[2] * 15 + index[3],
+                index[2],
+                at,
+            ];
+            assert_eq!(got, expected);
+        }
+        let runs = Runs::new(&out, [(&out, &dense), (&out, &dense)]);
+        assert_eq!((runs.len, runs.strides), (120, [1, 1]));
+    }
+}

@@ -1,0 +1,179 @@
+//! Running graphs in tests.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use graph::{
+    Arena, DType, Device, Fault, Graph, HostTensor, Leaf, NodeId, Plan, Progress, Resident,
+    Segment, Shape, Stop, plan,
+};
+
+use crate::{Cpu, Family};
+
+pub(crate) fn shape(dims: &[usize]) -> Shape {
+    Shape::new(dims).unwrap()
+}
+
+/// Devices of every family of this processor, with 1 and 2 threads.
+pub(crate) fn devices() -> Vec<Cpu> {
+    let families = Family::ALL.into_iter().filter(|f| f.is_available());
+    families.flat_map(|f| [1, 2].map(|threads| Cpu::new(threads, Some(f)).unwrap())).collect()
+}
+
+/// SplitMix64.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+
+    /// Uniform in [-1, 1).
+    pub(crate) fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.unit()).collect()
+    }
+}
+
+/// A leaf's bytes, aligned to 8.
+pub(crate) struct Bytes(Vec<u64>, usize);
+
+impl Bytes {
+    pub(crate) fn new(bytes: &[u8]) -> Bytes {
+        let words = bytes.chunks(8).map(|c| {
+            let mut word = [0; 8];
+            word[..c.len()].copy_from_slice(c);
+            u64::from_ne_bytes(word)
+        });
+        Bytes(words.collect(), bytes.len())
+    }
+
+    pub(crate) fn get(&self) -> &[u8] {
+        // SAFETY: the words are initialized and hold at least as many bytes.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.1) }
+    }
+}
+
+/// A graph with values for its leaves.
+#[derive(Default)]
+pub(crate) struct Case {
+    pub(crate) graph: Graph,
+    values: HashMap<NodeId, (DType, Shape, Bytes)>,
+}
+
+impl Case {
+    pub(crate) fn new() -> Case {
+        Case::default()
+    }
+
+    pub(crate) fn bytes(&mut self, name: &str, dtype: DType, dims: &[usize], v: &[u8]) -> NodeId {
+        let id = self.graph.leaf(name, shape(dims), dtype).unwrap();
+        self.values.insert(id, (dtype, shape(dims), Bytes::new(v)));
+        id
+    }
+
+    pub(crate) fn weight(&mut self, name: &str, dtype: DType, dims: &[usize], v: &[u8]) -> NodeId {
+        let id = self.graph.weight(name, shape(dims), dtype).unwrap();
+        self.values.insert(id, (dtype, shape(dims), Bytes::new(v)));
+        id
+    }
+
+    pub(crate) fn floats(&mut self, name: &str, dims: &[usize], v: &[f32]) -> NodeId {
+        let bytes: Vec<u8> = v.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.bytes(name, DType::F32, dims, &bytes)
+    }
+
+    pub(crate) fn ints(&mut self, name: &str, dims: &[usize], v: &[i32]) -> NodeId {
+        let bytes: Vec<u8> = v.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.bytes(name, DType::I32, dims, &bytes)
+    }
+
+    pub(crate) fn random(&mut self, name: &str, dims: &[usize], random: &mut Random) -> NodeId {
+        let v = random.floats(dims.iter().product());
+        self.floats(name, dims, &v)
+    }
+
+    /// Plans and runs for some outputs; their bytes.
+    pub(crate) fn run(&self, cpu: &Cpu, outputs: &[NodeId]) -> Result<Vec<Vec<u8>>, Fault> {
+        self.run_in_pieces(cpu, outputs, &())
+    }
+
+    /// As [`Case::run`], resumed until done whenever `stop` ends a run.
+    pub(crate) fn run_in_pieces(
+        &self,
+        cpu: &Cpu,
+        outputs: &[NodeId],
+        stop: &dyn Stop,
+    ) -> Result<Vec<Vec<u8>>, Fault> {
+        let plan = plan(&self.graph, outputs, cpu).unwrap();
+        let loaded: Vec<_> = plan.leaves.iter().map(|slot| self.load(cpu, slot.node)).collect();
+        let leaves = plan.leaves.iter().zip(&loaded).map(|(slot, loaded)| match loaded {
+            Some(weight) => Leaf::Resident(&**weight),
+            None => Leaf::Host(self.values[&slot.node].2.get()),
+        });
+        let leaves: Vec<_> = leaves.collect();
+        let mut arena = cpu.arena(plan.arena_bytes)?;
+        arena.poison();
+        let mut from = Segment::default();
+        while let Progress::Stopped(at) = cpu.run(&plan, &leaves, &mut *arena, from, stop)? {
+            assert!(at > from, "no progress from {from:?}");
+            from = at;
+        }
+        assert_eq!(arena.high_water(), plan.arena_bytes);
+        read(&plan, &*arena)
+    }
+
+    fn load(&self, cpu: &Cpu, id: NodeId) -> Option<std::sync::Arc<dyn Resident>> {
+        let (dtype, shape, bytes) = &self.values[&id];
+        let tensor = HostTensor { dtype: *dtype, shape: *shape, bytes: bytes.get() };
+        self.graph.node(id).resident.then(|| cpu.load(&tensor).unwrap())
+    }
+}
+
+fn read(plan: &Plan, arena: &dyn Arena) -> Result<Vec<Vec<u8>>, Fault> {
+    let outputs = plan.outputs.iter().map(|slot| {
+        let mut bytes = vec![0; slot.range.len()];
+        arena.read(slot.range.clone(), &mut bytes)?;
+        Ok(bytes)
+    });
+    outputs.collect()
+}
+
+pub(crate) fn to_floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
+}
+
+/// Says stop at every `n`th question.
+pub(crate) struct Every(pub(crate) AtomicUsize, pub(crate) usize);
+
+impl Every {
+    pub(crate) fn new(n: usize) -> Every {
+        Every(AtomicUsize::new(0), n)
+    }
+}
+
+impl Stop for Every {
+    fn should_stop(&self) -> bool {
+        (self.0.fetch_add(1, Ordering::Relaxed) + 1).is_multiple_of(self.1)
+    }
+}
+
+/// Asserts that two tensors agree to `bound` relative to the larger's root mean square.
+pub(crate) fn assert_close(got: &[f32], expected: &[f64], bound: f64, what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    let rms = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len().max(1) as f64).sqrt();
+    for (i, (&a, &b)) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(a) - b).abs();
+        assert!(error <= bound * (rms + b.abs()), "{what}: element {i} is {a}, expected {b}");
+    }
+}
