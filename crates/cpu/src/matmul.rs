@@ -87,6 +87,9 @@ const LEAST: usize = 1 << 19;
 const TILES: usize = 16;
 const SMALL_TILES: usize = 64;
 
+/// Rows that take as long as unpacking the right operand for them does.
+const UNPACK_ROWS: usize = 16;
+
 /// Rows that take as long as one: its time is the weight's way from memory.
 const FREE_ROWS: usize = 6;
 
@@ -135,7 +138,8 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             let long = (4 * MOST / depth / panels).clamp(24, 72);
             let rows = (units / panels).max(long).next_multiple_of(24);
             let rows = m.div_ceil(m.div_ceil(rows).max(1)).next_multiple_of(24).min(m);
-            let panels = (units / rows.max(1)).clamp(panels, float::TILE_PANELS) / 2 * 2;
+            let busy = rows.max(UNPACK_ROWS);
+            let panels = (units / busy).clamp(panels, float::TILE_PANELS) / 2 * 2;
             (rows, panels)
         }
     };

@@ -146,9 +146,8 @@ fn quantized_products_match_f64() {
                 let got = quantized_product(isa, &w, &x, m);
                 let worst =
                     error(&got, n, k, |i, j, l| (a[i * k + l], f64::from(values[j * k + l])));
-                // A code and a minimum may nearly cancel, so an error may be some times 2^-24 of
-                // the terms that remain. Measured: 1.1e-6 (Q2_K, portable).
-                assert!(worst < 3e-6, "{dtype} {:?} [{m}, {n}, {k}]: {worst:e}", isa.family());
+                // Measured: 5.6e-8.
+                assert!(worst < 2e-7, "{dtype} {:?} [{m}, {n}, {k}]: {worst:e}", isa.family());
             }
         }
     }
@@ -267,8 +266,8 @@ fn gradients_through_packed_weights_match_f64() {
                 let worst = error(&got, k, n, |i, j, l| {
                     (f64::from(dy[i * n + l]), f64::from(values[l * k + j]))
                 });
-                // Measured: 2.6e-7.
-                assert!(worst < 8e-7, "{dtype} {:?} [{m}, {n}, {k}]: {worst:e}", isa.family());
+                // Measured: 3.5e-7.
+                assert!(worst < 1e-6, "{dtype} {:?} [{m}, {n}, {k}]: {worst:e}", isa.family());
                 // Alone, and with the weight in memory, the same bits.
                 let last = memory(DType::F32, &[1, n], &dy[(m - 1) * n..]);
                 let alone = multiply(isa, NN, last, resident(&w), &[1, k]);
@@ -301,7 +300,7 @@ fn float_products_match_f64_whatever_is_transposed() {
                     let worst = error(&got, n, k, |i, j, l| {
                         (f64::from(a[at(ta, m, k, i, l)]), f64::from(b[at(tb, k, n, l, j)]))
                     });
-                    // Measured: 2.9e-7.
+                    // Measured: 2.5e-7.
                     assert!(worst < 8e-7, "{dtype} {:?} {ta} {tb}: {worst:e}", isa.family());
                     let packed = pack(dtype, b_dims[0], b_dims[1], &weight);
                     let same =
