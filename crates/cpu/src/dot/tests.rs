@@ -67,7 +67,7 @@ fn dots_are_exact() {
 fn dots_are_exact_at_the_ends_of_their_range() {
     let x = |bits: u64| if bits & 1 == 0 { 127 } else { -127 };
     let same = |_| -127;
-    let ends = |top: u8| move |bits: u64| if bits % 3 == 0 { 0 } else { top };
+    let ends = |top: u8| move |bits: u64| if bits.is_multiple_of(3) { 0 } else { top };
     check::<NARROW>(ends(31), x);
     check::<NARROW>(|_| 31, same);
     check::<MIDDLE>(ends(63), x);

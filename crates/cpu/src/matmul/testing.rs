@@ -90,7 +90,7 @@ pub(crate) fn random_weight(dtype: DType, n: usize, k: usize, seed: u64) -> Vec<
             }
             bytes
         }
-        _ => unreachable!(),
+        _ => panic!("{dtype} is no weight"),
     }
 }
 
@@ -101,7 +101,7 @@ pub(crate) fn dequantized(dtype: DType, bytes: &[u8], elements: usize) -> Vec<f3
         DType::F16 => TensorType::F16,
         DType::BF16 => TensorType::BF16,
         DType::Block(ty) => ty,
-        _ => unreachable!(),
+        _ => panic!("{dtype} is no weight"),
     };
     let mut out = vec![0.0; elements];
     gguf::blocks::dequantize(ty, bytes, &mut out).unwrap();

@@ -21,7 +21,7 @@ fn pack(dtype: DType, n: usize, k: usize, bytes: &[u8]) -> PackedMatrix {
 /// Memory at a multiple of 64 bytes.
 #[derive(Clone)]
 #[repr(align(64))]
-struct Line([u8; 64]);
+struct Line(#[expect(dead_code, reason = "read through pointers")] [u8; 64]);
 
 /// An operand.
 #[derive(Copy, Clone)]

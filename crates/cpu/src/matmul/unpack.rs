@@ -2,7 +2,7 @@
 //! values as f32 with lanes along `K`.
 
 use super::codes::{Bytes, Codes, Planes, Quads, Table};
-use crate::dot::{Dot, Kernel, MIDDLE, NARROW, WIDE};
+use crate::dot::{Dot, Kernel, NARROW, WIDE};
 use crate::pack::{Geometry, PANEL, Scales, UNIT};
 use crate::simd::LANES;
 
@@ -94,7 +94,14 @@ impl<S: Dot, C: Codes> Kernel<S> for ExpandQuads<'_, C> {
                 let unit = self.units.add(u * C::BYTES);
                 let to = self.to.add(u * 512);
                 let put = |q: usize| s.store_quad(to.add(q * 64), C::quad(s, unit, table, q));
-                (put(0), put(1), put(2), put(3), put(4), put(5), put(6), put(7));
+                put(0);
+                put(1);
+                put(2);
+                put(3);
+                put(4);
+                put(5);
+                put(6);
+                put(7);
             }
         }
     }
@@ -126,7 +133,6 @@ pub(crate) unsafe fn expand_quads<S: Dot>(
         (6, _) => with!(Planes::<6>),
         _ => with!(Bytes::<WIDE>),
     }
-    const { assert!(NARROW < MIDDLE && MIDDLE < WIDE) }
 }
 
 /// The f32 values of 16 rows, transposed: for units of a panel, already as bytes, writes
