@@ -56,8 +56,8 @@ const BASE: Setup = Setup {
 
 /// Sequences of several lengths, an empty one, and rows of none in front, between and behind.
 const PACKED: Setup = Setup {
-    rows: 30,
-    seqs: &[[1, 12, 0], [14, 1, 0], [20, 0, 0], [15, 11, 0], [30, 0, 0]],
+    rows: 36,
+    seqs: &[[1, 16, 0], [18, 1, 0], [19, 0, 0], [20, 14, 0], [36, 0, 0]],
     ..BASE
 };
 
@@ -155,7 +155,9 @@ fn setups() -> Vec<(String, Setup)> {
         let name = format!("a window of {window}");
         let window = Some(window);
         add(&name, Setup { window, rows: 20, seqs: &[[0, 20, 0]], ..BASE });
-        add(&format!("{name}, packed"), Setup { window, ..PACKED });
+        if window != Some(2) {
+            add(&format!("{name}, packed"), Setup { window, ..PACKED });
+        }
         add(&format!("{name}, prefixes"), Setup { window, ..CONTINUED });
     }
     for softcap in [1.5, 30.0] {
@@ -256,7 +258,8 @@ pub fn attention(c: &mut Cases) {
         let seqs = g.ints("seqs", &[1, 3], &[0, 14, 0])?;
         let k = g.graph.round(k, DType::F16)?;
         let v = g.graph.round(v, Q8_0)?;
-        g.graph.push(Op::Attention(plain()), &[q, k, v, seqs], "y")
+        let attrs = AttentionAttrs { scale: 0.2.into(), ..plain() };
+        g.graph.push(Op::Attention(attrs), &[q, k, v, seqs], "y")
     });
 }
 

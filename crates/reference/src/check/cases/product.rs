@@ -38,8 +38,10 @@ pub fn mat_mul(c: &mut Cases) {
         }
         for view in View::STRIDED {
             c.add(format!("ta {ta} tb {tb}, {view:?}"), move |g| {
-                let a = g.viewed("a", &matrix(&[], 6, 5, ta), view, Fill::Signed)?;
-                let b = g.viewed("b", &matrix(&[], 5, 7, tb), view, Fill::Signed)?;
+                // Positive: where all terms of a sum are one, it may cancel everywhere.
+                g.cotangents(Fill::POSITIVE);
+                let a = g.viewed("a", &matrix(&[], 6, 5, ta), view, Fill::POSITIVE)?;
+                let b = g.viewed("b", &matrix(&[], 5, 7, tb), view, Fill::POSITIVE)?;
                 g.cotangent_viewed(&[6, 7], view)?;
                 g.graph.push(Op::MatMul { ta, tb }, &[a, b], "y")
             });
@@ -107,14 +109,15 @@ fn adapted(
     g: &mut CaseGraph,
     ranks: &[usize],
     rows: &[i32],
+    fill: Fill,
 ) -> std::result::Result<Adapted, graph::Invalid> {
-    let x = g.float("x", &[ROWS, 16], Fill::Signed)?;
-    let base = g.float("base", &[ROWS, 20], Fill::Signed)?;
+    let x = g.float("x", &[ROWS, 16], fill)?;
+    let base = g.float("base", &[ROWS, 20], fill)?;
     let rows = g.ints("rows", &[ROWS], rows)?;
     let mut slots = Vec::new();
     for (s, &rank) in ranks.iter().enumerate() {
-        let a = g.float(&format!("a{s}"), &[rank, 16], Fill::Signed)?;
-        let b = g.float(&format!("b{s}"), &[20, rank], Fill::Signed)?;
+        let a = g.float(&format!("a{s}"), &[rank, 16], fill)?;
+        let b = g.float(&format!("b{s}"), &[20, rank], fill)?;
         // Neither 1 nor the same: a scale that is dropped or swapped shows.
         let scale = g.given(&format!("scale{s}"), &[1], &[0.75 + 1.5 * s as f32])?;
         let refused = g.refused();
@@ -136,7 +139,7 @@ const ADAPTERS: [(&str, &[usize], [i32; ROWS]); 7] = [
 ];
 
 fn with_adapter(g: &mut CaseGraph, ranks: &[usize], rows: &[i32]) -> Made {
-    let of = adapted(g, ranks, rows)?;
+    let of = adapted(g, ranks, rows, Fill::Signed)?;
     let mut args = vec![of.x, of.base, of.rows];
     args.extend(of.slots.iter().flatten());
     g.graph.push(Op::Lora { slots: ranks.len() }, &args, "y")
@@ -186,8 +189,9 @@ pub fn lora_back(c: &mut Cases) {
         for wrt in [LoraOperand::X, LoraOperand::A, LoraOperand::B] {
             for slot in 0..if wrt == LoraOperand::X { 1 } else { ranks.len() } {
                 c.add(format!("{wrt:?} of slot {slot}, {name}"), move |g| {
-                    let of = adapted(g, ranks, &rows)?;
-                    let dy = g.float("dy", &[ROWS, 20], Fill::Signed)?;
+                    // Few elements, each a sum of many terms that must not cancel.
+                    let of = adapted(g, ranks, &rows, Fill::POSITIVE)?;
+                    let dy = g.float("dy", &[ROWS, 20], Fill::POSITIVE)?;
                     g.expect_all(Expected::Nothing);
                     let refused = g.refused();
                     g.expect(dy, refused);
