@@ -26,7 +26,7 @@ use crate::simd::LANES;
 const EXPAND_FROM: usize = 5;
 
 /// How far ahead of a stream of codes its lines are asked for, in bytes.
-const PREFETCH: usize = 2048;
+const PREFETCH: usize = 4096;
 
 /// Rows x panels of one tile.
 pub(crate) struct Forward<'a> {
