@@ -53,11 +53,11 @@ impl<const N: usize> Runs<N> {
             if size == 1 {
                 continue;
             }
-            let strides = operands.map(|(shape, strides)| match (i + shape.rank()).checked_sub(rank)
-            {
-                Some(d) if shape.dim(d) != 1 => strides[d],
-                _ => 0,
-            });
+            let strides =
+                operands.map(|(shape, strides)| match (i + shape.rank()).checked_sub(rank) {
+                    Some(d) if shape.dim(d) != 1 => strides[d],
+                    _ => 0,
+                });
             let (inner_size, inner) = match level {
                 0 => (runs.len, runs.strides),
                 l => runs.outer[l - 1],
@@ -330,11 +330,7 @@ mod tests {
             let offsets = runs.offsets(at / runs.len);
             let got: Vec<usize> =
                 (0..3).map(|j| offsets[j] + at % runs.len * runs.strides[j]).collect();
-            let expected = [
-                index[0] * 60 + index[1] * 5 + index[2] * 15 + index[3],
-                index[2],
-                at,
-            ];
+            let expected = [index[0] * 60 + index[1] * 5 + index[2] * 15 + index[3], index[2], at];
             assert_eq!(got, expected);
         }
         let runs = Runs::new(&out, [(&out, &dense), (&out, &dense)]);

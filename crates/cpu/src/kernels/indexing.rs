@@ -74,9 +74,8 @@ pub(super) fn gather_tile(job: &Job<'_>, tile: usize) {
         } else if let Some(ty) = block_type(table.arg.dtype) {
             let size = ty.row_bytes(cols).unwrap_or(0);
             // SAFETY: as above; the table is dense.
-            let row = unsafe {
-                std::slice::from_raw_parts(table.bytes().wrapping_add(id * size), size)
-            };
+            let row =
+                unsafe { std::slice::from_raw_parts(table.bytes().wrapping_add(id * size), size) };
             // The lengths fit by construction, and the type is no integer.
             let _ = gguf::blocks::dequantize(ty, row, to);
         }

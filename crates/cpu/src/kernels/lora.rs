@@ -207,7 +207,12 @@ unsafe fn dots<S: Simd, const X: usize>(
     unsafe {
         let mut i = 0;
         while i + LANES <= k {
-            let a = [s.load(a[0].add(i)), s.load(a[1].add(i)), s.load(a[2].add(i)), s.load(a[3].add(i))];
+            let a = [
+                s.load(a[0].add(i)),
+                s.load(a[1].add(i)),
+                s.load(a[2].add(i)),
+                s.load(a[3].add(i)),
+            ];
             for (x, sums) in x.iter().zip(sums.iter_mut()) {
                 let x = s.load(x.add(i));
                 for (sum, &a) in sums.iter_mut().zip(&a) {
@@ -327,13 +332,7 @@ impl Task for Forward<'_> {
 /// # Safety
 /// `from` must be valid for `m` rows, `to` have `padded(width)` vectors.
 #[inline(always)]
-unsafe fn transpose_rows<S: Simd>(
-    s: S,
-    from: *const f32,
-    m: usize,
-    width: usize,
-    to: &mut [f32],
-) {
+unsafe fn transpose_rows<S: Simd>(s: S, from: *const f32, m: usize, width: usize, to: &mut [f32]) {
     for (j, to) in (0..width).step_by(LANES).zip(to.chunks_mut(LANES * LANES)) {
         let mut block = [s.zero(); LANES];
         for (i, v) in block.iter_mut().enumerate().take(m) {

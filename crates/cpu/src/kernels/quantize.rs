@@ -184,19 +184,35 @@ fn largest<S: Simd>(s: S, a: S::F32, b: S::F32) -> f32 {
 /// `x` must be valid for 32 reads, `block` for 34 writes.
 #[inline(always)]
 unsafe fn q8_0_block<S: Simd>(s: S, x: *const f32, block: *mut u8) {
-    // SAFETY: the caller's.
-    unsafe {
-        let (a, b) = (s.load(x), s.load(x.add(LANES)));
-        let d = largest(s, a, b) / 127.0;
-        let inverse = s.splat(if d == 0.0 { 0.0 } else { 1.0 / d });
-        let scale = f16::from_f32(d).to_le_bytes();
-        block.cast::<[u8; 2]>().write_unaligned(scale);
-        for (i, v) in [(0, a), (LANES, b)] {
-            let q = s.round_half_away(s.mul(v, inverse));
-            // As a cast in Rust: NaN gives 0, the rest saturates.
-            let q = s.select(s.eq(q, q), q, s.zero());
-            let q = s.max(s.min(q, s.splat(127.0)), s.splat(-128.0));
-            s.store_i8(block.add(2 + i).cast(), s.to_i32(q));
+    s.call(Q8Block { x, block });
+}
+
+/// See [`q8_0_block`].
+struct Q8Block {
+    x: *const f32,
+    block: *mut u8,
+}
+
+impl Task for Q8Block {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Q8Block { x, block } = self;
+        // SAFETY: `q8_0_block`'s caller's.
+        unsafe {
+            let (a, b) = (s.load(x), s.load(x.add(LANES)));
+            let d = largest(s, a, b) / 127.0;
+            let inverse = s.splat(if d == 0.0 { 0.0 } else { 1.0 / d });
+            let scale = f16::from_f32(d).to_le_bytes();
+            block.cast::<[u8; 2]>().write_unaligned(scale);
+            for (i, v) in [(0, a), (LANES, b)] {
+                let q = s.round_half_away(s.mul(v, inverse));
+                // As a cast in Rust: NaN gives 0, the rest saturates.
+                let q = s.select(s.eq(q, q), q, s.zero());
+                let q = s.max(s.min(q, s.splat(127.0)), s.splat(-128.0));
+                s.store_i8(block.add(2 + i).cast(), s.to_i32(q));
+            }
         }
     }
 }

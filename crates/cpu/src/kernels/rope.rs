@@ -40,7 +40,12 @@ pub(super) fn tiles(job: &Job<'_>) -> usize {
 }
 
 /// Angles in f64, cosines and sines rounded once.
-pub(super) fn table_tile(job: &Job<'_>, angles: &RopeAngles, tile: usize, mut scratch: Scratch<'_>) {
+pub(super) fn table_tile(
+    job: &Job<'_>,
+    angles: &RopeAngles,
+    tile: usize,
+    mut scratch: Scratch<'_>,
+) {
     let half = angles.dims / 2;
     let memory = scratch.take(2 * half);
     // SAFETY: f64 has no invalid bits, and the scratch is aligned to 64 bytes.
@@ -129,7 +134,9 @@ impl Task for Rotate<'_> {
                 }
                 let rest = width - 2 * half;
                 // SAFETY: as above: the elements that do not rotate.
-                unsafe { std::ptr::copy_nonoverlapping(from.add(2 * half), to.add(2 * half), rest) };
+                unsafe {
+                    std::ptr::copy_nonoverlapping(from.add(2 * half), to.add(2 * half), rest)
+                };
             }
         }
     }

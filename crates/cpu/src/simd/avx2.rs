@@ -166,10 +166,7 @@ unsafe fn half_zip(even: __m256, odd: __m256) -> F {
     unsafe {
         let low = _mm256_unpacklo_ps(even, odd);
         let high = _mm256_unpackhi_ps(even, odd);
-        F(
-            _mm256_permute2f128_ps::<0x20>(low, high),
-            _mm256_permute2f128_ps::<0x31>(low, high),
-        )
+        F(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
     }
 }
 

@@ -207,8 +207,7 @@ impl Simd for Avx512 {
     fn unzip(self, a: __m512, b: __m512) -> (__m512, __m512) {
         // SAFETY: `self` is the proof that the processor has the instructions.
         unsafe {
-            let even =
-                _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
             let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
             (_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b))
         }

@@ -13,6 +13,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod math;
 mod portable;
 #[cfg(test)]
 mod tests;
@@ -262,100 +263,34 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 
     /// `e^a`, within about 1 ulp: 0 at -inf, inf above 88.73, NaN at NaN, subnormal results
-    /// kept. Range reduction by `n ln 2` and the degree-6 polynomial of Cephes' `expf`.
+    /// kept.
     #[inline(always)]
     fn exp(self, a: Self::F32) -> Self::F32 {
-        // The bounds come first: `min` and `max` give their second operand at NaN.
-        let x = self.min(self.splat(89.0), self.max(self.splat(-104.0), a));
-        let n = self.round_half_even(self.mul(x, self.splat(std::f32::consts::LOG2_E)));
-        // ln 2 in two parts, the first of 9 bits, so that the product is exact without FMA.
-        let r = self.fnma(n, self.splat(0.693_359_4), x);
-        let r = self.fnma(n, self.splat(-2.121_944_4e-4), r);
-        let mut p = self.splat(1.987_569_1e-4);
-        p = self.fma(p, r, self.splat(1.398_199_9e-3));
-        p = self.fma(p, r, self.splat(8.333_452e-3));
-        p = self.fma(p, r, self.splat(4.166_579_6e-2));
-        p = self.fma(p, r, self.splat(1.666_666_5e-1));
-        p = self.fma(p, r, self.splat(5.000_000_1e-1));
-        let e = self.add(self.fma(p, self.mul(r, r), r), self.splat(1.0));
-        // 2^n in two factors: n reaches -150 and 128, where 2^n is no normal number.
-        let n = self.to_i32(n);
-        let half = self.i32_shr::<1>(n);
-        let low = self.exp2_int(half);
-        let high = self.exp2_int(self.i32_sub(n, half));
-        self.mul(self.mul(e, low), high)
+        math::exp(self, a)
     }
 
-    /// `2^n` for `n` in -126 ..= 127.
-    #[inline(always)]
-    fn exp2_int(self, n: Self::I32) -> Self::F32 {
-        self.from_bits(self.i32_shl::<23>(self.i32_add(n, self.i32_splat(127))))
-    }
-
-    /// Natural logarithm within about 1 ulp: -inf at 0, NaN below. The polynomial of FreeBSD's
-    /// `e_logf.c`.
+    /// Natural logarithm within about 1 ulp: -inf at 0, NaN below.
     #[inline(always)]
     fn log(self, a: Self::F32) -> Self::F32 {
-        let tiny = self.lt(a, self.splat(f32::MIN_POSITIVE));
-        let x = self.select(tiny, self.mul(a, self.splat(33_554_432.0)), a); // 2^25
-        let shift = self.select(tiny, self.splat(25.0), self.zero());
-        // x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt 2).
-        let root = self.i32_splat(0x3f35_04f3);
-        let bits = self.i32_sub(self.bits(x), root);
-        let k = self.sub(self.to_f32(self.i32_shr::<23>(bits)), shift);
-        let mantissa = self.i32_and(bits, self.i32_splat(0x007f_ffff));
-        let f = self.sub(self.from_bits(self.i32_add(mantissa, root)), self.splat(1.0));
-        let s = self.div(f, self.add(self.splat(2.0), f));
-        let z = self.mul(s, s);
-        let w = self.mul(z, z);
-        let even = self.mul(w, self.fma(w, self.splat(0.242_790_79), self.splat(0.400_009_72)));
-        let odd = self.mul(z, self.fma(w, self.splat(0.284_987_87), self.splat(0.666_666_6)));
-        let half_square = self.mul(self.splat(0.5), self.mul(f, f));
-        let tail = self.mul(s, self.add(half_square, self.add(even, odd)));
-        let tail = self.fma(k, self.splat(9.058_000_6e-6), tail);
-        let value = self.add(self.sub(tail, half_square), f);
-        let value = self.fma(k, self.splat(6.931_381_2e-1), value);
-        // Specials: 0, below 0, and inf or NaN as they are.
-        let value = self.select(self.eq(a, self.zero()), self.splat(f32::NEG_INFINITY), value);
-        let value = self.select(self.lt(a, self.zero()), self.splat(f32::NAN), value);
-        let finite = self.lt(a, self.splat(f32::INFINITY));
-        self.select(finite, value, a)
+        math::log(self, a)
     }
 
-    /// Hyperbolic tangent within about 2 ulp: an odd polynomial (Cephes' `tanhf`) where
-    /// `|a| < 0.625`, else `1 - 2 / (e^(2|a|) + 1)`.
+    /// Hyperbolic tangent within about 2 ulp, the sign and smallness of `a` kept.
     #[inline(always)]
     fn tanh(self, a: Self::F32) -> Self::F32 {
-        let z = self.mul(a, a);
-        let mut p = self.splat(-5.704_988_7e-3);
-        p = self.fma(p, z, self.splat(2.063_908_8e-2));
-        p = self.fma(p, z, self.splat(-5.373_971_6e-2));
-        p = self.fma(p, z, self.splat(1.333_144_2e-1));
-        p = self.fma(p, z, self.splat(-3.333_328_2e-1));
-        let near = self.fma(self.mul(p, z), a, a);
-        let x = self.abs(a);
-        let e = self.exp(self.add(x, x));
-        let one = self.splat(1.0);
-        let far = self.sub(one, self.div(self.splat(2.0), self.add(e, one)));
-        self.select(self.lt(x, self.splat(0.625)), near, self.copysign(far, a))
+        math::tanh(self, a)
     }
 
     /// `1 / (1 + e^-a)`, accurate in both tails.
     #[inline(always)]
     fn sigmoid(self, a: Self::F32) -> Self::F32 {
-        let e = self.exp(self.neg(self.abs(a)));
-        let one = self.splat(1.0);
-        let numerator = self.select(self.lt(a, self.zero()), e, one);
-        self.div(numerator, self.add(one, e))
+        math::sigmoid(self, a)
     }
 
     /// To the nearest integer, ties away from zero, for |a| < 2^22.
     #[inline(always)]
     fn round_half_away(self, a: Self::F32) -> Self::F32 {
-        let even = self.round_half_even(a);
-        let half = self.splat(0.5);
-        let tie = self.eq(self.abs(self.sub(a, even)), half);
-        self.select(tie, self.add(a, self.copysign(half, a)), even)
+        math::round_half_away(self, a)
     }
 
     /// Lanes `from .. to`.

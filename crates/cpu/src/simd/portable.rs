@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::{LANES, Simd, Task};
+use super::{LANES, Simd, Task, math};
 
 /// Every processor.
 #[derive(Copy, Clone)]
@@ -343,5 +343,27 @@ impl Simd for Portable {
             (b.0[2 * i], b.0[2 * i + 1]) = (even.0[i + LANES / 2], odd.0[i + LANES / 2]);
         }
         (a, b)
+    }
+
+    // The compiler unrolls these over all lanes: once is enough.
+    #[inline(never)]
+    fn exp(self, a: Lanes<f32>) -> Lanes<f32> {
+        math::exp(self, a)
+    }
+    #[inline(never)]
+    fn log(self, a: Lanes<f32>) -> Lanes<f32> {
+        math::log(self, a)
+    }
+    #[inline(never)]
+    fn tanh(self, a: Lanes<f32>) -> Lanes<f32> {
+        math::tanh(self, a)
+    }
+    #[inline(never)]
+    fn sigmoid(self, a: Lanes<f32>) -> Lanes<f32> {
+        math::sigmoid(self, a)
+    }
+    #[inline(never)]
+    fn round_half_away(self, a: Lanes<f32>) -> Lanes<f32> {
+        math::round_half_away(self, a)
     }
 }

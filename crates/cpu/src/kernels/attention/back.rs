@@ -164,9 +164,8 @@ impl<const KEY: bool> Task for BackKey<'_, KEY> {
         let (block, key_head) = (self.tile / o.key_heads, self.tile % o.key_heads);
         let rows = block * KEYS..((block + 1) * KEYS).min(o.rows);
         let width = if KEY { o.width } else { o.value_width };
-        let out = |row: usize| {
-            self.job.out::<f32>().wrapping_add((row * o.key_heads + key_head) * width)
-        };
+        let out =
+            |row: usize| self.job.out::<f32>().wrapping_add((row * o.key_heads + key_head) * width);
         for row in rows.clone() {
             // SAFETY: this head of this row of the result is the tile's.
             unsafe { std::slice::from_raw_parts_mut(out(row), width) }.fill(0.0);

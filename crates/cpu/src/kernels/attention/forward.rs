@@ -68,7 +68,9 @@ impl<const VALUES: bool> Task for Forward<'_, VALUES> {
                 for chunk in (from..to).step_by(CHUNK) {
                     let rows = chunk..to.min(chunk + CHUNK);
                     // SAFETY: as above.
-                    unsafe { self.chunk(s, &seq, first, heads.start, heads.len(), rows, base, &values) };
+                    unsafe {
+                        self.chunk(s, &seq, first, heads.start, heads.len(), rows, base, &values)
+                    };
                 }
             }
             for i in 0..count {

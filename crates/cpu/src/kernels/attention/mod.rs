@@ -9,9 +9,9 @@
 
 mod back;
 mod forward;
-mod tile;
 #[cfg(test)]
 mod tests;
+mod tile;
 
 use std::ops::Range;
 
