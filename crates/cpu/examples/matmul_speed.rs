@@ -14,7 +14,7 @@ use std::error::Error;
 use std::time::{Duration, Instant};
 
 use gguf::TensorType;
-use gradus_cpu::{Cpu, Family};
+use cpu::{Cpu, Family};
 use graph::{
     DType, Device, Graph, HostTensor, Leaf, NodeId, Op, Progress, Resident, Segment, Shape, plan,
 };

@@ -1,0 +1,17 @@
+//! Every kernel family against the f64 interpreter, by the suite that all devices pass.
+
+use cpu::{Cpu, Family};
+use graph::Device;
+
+#[test]
+fn every_family_conforms_at_any_thread_count() {
+    for family in Family::ALL.into_iter().filter(|f| f.is_available()) {
+        for threads in [1, 2] {
+            let cpu = Cpu::new(threads, Some(family)).unwrap();
+            let report = reference::check::conformance(&cpu, 1).unwrap_or_else(|e| {
+                panic!("{} with {threads} threads:\n{e}", cpu.family());
+            });
+            println!("{threads} threads\n{report}");
+        }
+    }
+}
