@@ -1,2 +1,53 @@
-//! Maintenance commands of the workspace.
-fn main() {}
+//! Maintenance commands of the workspace: `cargo xtask real [--quick]`.
+//!
+//! `real` runs the tests that need the real models of the catalogue (`docs/testing.md` says what
+//! they hold), and fails when a model is not on this machine; `--quick` covers the default model
+//! alone.
+
+use std::process::{Command, ExitCode};
+
+const USAGE: &str = "usage: cargo xtask real [--quick]";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    let result = match words.as_slice() {
+        ["real"] => real(false),
+        ["real", "--quick"] => real(true),
+        _ => Err(USAGE.to_string()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("error: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn real(quick: bool) -> Result<(), String> {
+    let all = hub::catalogue().iter().map(|entry| entry.name);
+    let models: Vec<&str> = all.filter(|&name| !quick || name == hub::DEFAULT_MODEL).collect();
+    for name in &models {
+        hub::resolve(name).map_err(|e| format!("{e} (or `cargo run --release -- pull {name}`)"))?;
+    }
+    let models = models.join(",");
+    // Token goldens and chat templates, then what the whole binary holds.
+    cargo(&models, &["-p", "gradus-text", "--features", "real-models"])?;
+    let ours = ["-p", "gradus", "--test", "real", "--", "--ignored", "--nocapture"];
+    cargo(&models, &[&ours[..], &["--test-threads", "1"]].concat())
+}
+
+/// Runs `cargo test --release` with these arguments, on these models.
+fn cargo(models: &str, args: &[&str]) -> Result<(), String> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let shown = format!("cargo test --release {}", args.join(" "));
+    println!("+ GRADUS_REAL={models} {shown}");
+    let status = Command::new(cargo)
+        .args(["test", "--release"])
+        .args(args)
+        .env("GRADUS_REAL", models)
+        .status()
+        .map_err(|e| format!("cannot run {shown}: {e}"))?;
+    if status.success() { Ok(()) } else { Err(format!("{shown} failed")) }
+}

@@ -13,8 +13,8 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-use gguf::TensorType;
 use cpu::{Cpu, Family};
+use gguf::TensorType;
 use graph::{
     DType, Device, Graph, HostTensor, Leaf, NodeId, Op, Progress, Resident, Segment, Shape, plan,
 };

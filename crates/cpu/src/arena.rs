@@ -150,7 +150,8 @@ mod tests {
             let mut all = vec![0; bytes];
             arena.read(0..bytes, &mut all).unwrap();
             assert!(all.iter().all(|&b| b == 0xff));
-            for bad in [0..bytes + 1, bytes + 1..bytes + 1, 1..0] {
+            let (start, end) = (1, 0);
+            for bad in [0..bytes + 1, bytes + 1..bytes + 1, start..end] {
                 assert!(arena.read(bad, &mut []).is_err());
             }
             arena.wrote(bytes);

@@ -82,12 +82,6 @@ impl Case {
         id
     }
 
-    pub(crate) fn weight(&mut self, name: &str, dtype: DType, dims: &[usize], v: &[u8]) -> NodeId {
-        let id = self.graph.weight(name, shape(dims), dtype).unwrap();
-        self.values.insert(id, (dtype, shape(dims), Bytes::new(v)));
-        id
-    }
-
     pub(crate) fn floats(&mut self, name: &str, dims: &[usize], v: &[f32]) -> NodeId {
         let bytes: Vec<u8> = v.iter().flat_map(|x| x.to_le_bytes()).collect();
         self.bytes(name, DType::F32, dims, &bytes)
@@ -96,11 +90,6 @@ impl Case {
     pub(crate) fn ints(&mut self, name: &str, dims: &[usize], v: &[i32]) -> NodeId {
         let bytes: Vec<u8> = v.iter().flat_map(|x| x.to_le_bytes()).collect();
         self.bytes(name, DType::I32, dims, &bytes)
-    }
-
-    pub(crate) fn random(&mut self, name: &str, dims: &[usize], random: &mut Random) -> NodeId {
-        let v = random.floats(dims.iter().product());
-        self.floats(name, dims, &v)
     }
 
     /// Plans and runs for some outputs; their bytes.

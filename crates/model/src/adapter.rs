@@ -58,7 +58,7 @@ impl Adapter {
         if !alpha.is_finite() || alpha <= 0.0 {
             return Err(Error::new(format!("alpha is {alpha}, expected a positive number")));
         }
-        let mut random = text::Rng::new(seed);
+        let mut random = text::sampler::Rng::new(seed);
         let mut tensors = BTreeMap::new();
         for target in targets {
             let (out, width) = projection(model, target)?;

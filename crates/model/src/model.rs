@@ -54,8 +54,8 @@ impl Model {
                 tokenizer.vocab_size()
             )));
         }
-        let template =
-            text::ChatTemplate::from_metadata(file.metadata()).map_err(|e| e.to_string());
+        let template = text::ChatTemplate::from_metadata(file.metadata(), &tokenizer)
+            .map_err(|e| e.to_string());
         let weights = Weights::load(&file, &names, device.as_ref())?;
         Ok(Model {
             path,

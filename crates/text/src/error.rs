@@ -119,6 +119,22 @@ pub(crate) fn shown(text: &str) -> String {
     out
 }
 
+/// A message of several lines on one, cut at 400 characters.
+pub(crate) fn one_line(text: &str) -> String {
+    let mut out = String::new();
+    for (i, word) in text.split(char::is_whitespace).filter(|w| !w.is_empty()).enumerate() {
+        if out.chars().count() > 400 {
+            out.push_str(" ...");
+            break;
+        }
+        if i > 0 {
+            out.push(' ');
+        }
+        out.extend(word.chars().take(400).filter(|c| !c.is_control()));
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,5 +143,8 @@ mod tests {
     fn text_from_outside_stays_on_one_line_and_short() {
         assert_eq!(shown("a\"b\n"), "\"a\\\"b\\u{a}\"");
         assert_eq!(shown(&"x".repeat(200)).len(), 96 + 5);
+        assert_eq!(one_line("a\n\n  b\tc"), "a b c");
+        assert!(one_line(&"word ".repeat(10_000)).len() < 420);
+        assert!(one_line(&"w".repeat(10_000)).len() < 420);
     }
 }

@@ -327,4 +327,4 @@ impl Tokenizer {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,4 +1,5 @@
 //! A real vocabulary against llama.cpp, from what the repository holds.
+#![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
 
 mod common;
 

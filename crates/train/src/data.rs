@@ -15,6 +15,11 @@ pub struct Example {
 }
 
 impl Example {
+    /// How many tokens carry loss.
+    pub fn labelled(&self) -> usize {
+        self.weights.iter().skip(1).filter(|&&w| w != 0.0).count()
+    }
+
     /// The sum of the weights that count.
     pub fn weight(&self) -> f64 {
         self.weights.iter().skip(1).map(|&w| f64::from(w)).sum()
@@ -103,7 +108,7 @@ fn parse(
     let messages: Vec<text::Message> =
         serde_json::from_value(messages.clone()).map_err(|e| format!("field `messages`: {e}"))?;
     let conversation =
-        text::conversation(&messages, template, tokenizer).map_err(|e| e.to_string())?;
+        text::conversation(tokenizer, template, &messages, &[]).map_err(|e| e.to_string())?;
     let weights = conversation.trained.iter().map(|&t| if t { 1.0 } else { 0.0 }).collect();
     let example = Example { tokens: conversation.ids, weights };
     if example.weight() == 0.0 {

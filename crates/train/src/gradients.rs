@@ -97,6 +97,31 @@ impl<'m> Gradients<'m> {
         }
     }
 
+    /// The plan for windows of which up to `labelled` rows carry loss.
+    ///
+    /// # Errors
+    /// As [`Gradients::plan`].
+    pub fn plan_for(&mut self, labelled: usize, parameters: &Parameters) -> Result<&Plan> {
+        let i = self.build(bucket(labelled), parameters)?;
+        match self.built.get(i) {
+            Some(built) => Ok(&built.plan),
+            None => Err(Error::Stopped("a plan went missing".into())),
+        }
+    }
+
+    /// Takes the arena for such windows now, so that a run never holds a smaller one beside it.
+    ///
+    /// # Errors
+    /// As [`Gradients::plan`]; or when memory is out.
+    pub fn reserve(&mut self, labelled: usize, parameters: &Parameters) -> Result<()> {
+        let bytes = self.plan_for(labelled, parameters)?.arena_bytes;
+        if self.arena.as_ref().is_none_or(|arena| arena.bytes() < bytes) {
+            self.arena = None;
+            self.arena = Some(self.model.device().arena(bytes)?);
+        }
+        Ok(())
+    }
+
     /// The arena's size and the highest byte any run has written, in bytes; both 0 before the
     /// first run.
     pub fn arena(&self) -> (usize, usize) {
@@ -159,7 +184,7 @@ impl<'m> Gradients<'m> {
         if wanted == 0 {
             return Err(Error::Data("no token of the window carries loss".into()));
         }
-        let bucket = if wanted <= 64 { 64 } else { wanted.next_multiple_of(64) };
+        let bucket = bucket(wanted);
         logit_rows.resize(bucket, 0);
         labels.resize(bucket, -1);
         weights.resize(bucket, 0.0);
@@ -354,6 +379,11 @@ pub fn loss_of(
         }
     }
     Ok(sum / total)
+}
+
+/// Rows that carry loss, rounded up so that few graphs serve all windows.
+fn bucket(labelled: usize) -> usize {
+    labelled.max(1).next_multiple_of(64)
 }
 
 fn put(list: &mut [i32], at: usize, value: i32) {

@@ -71,8 +71,10 @@ pub enum Event {
         steps: u64,
         /// Numbers that move.
         parameters: usize,
-        /// Bytes of the arena of the largest graph.
+        /// Bytes of the arena of the largest graph that the data need.
         arena_bytes: usize,
+        /// Bytes each thread scratches on beside it.
+        scratch_bytes: usize,
     },
     /// After each optimizer step.
     Step {
@@ -137,12 +139,12 @@ impl<'m> Trainer<'m> {
         &self.parameters
     }
 
-    /// Bytes of the arena of the largest graph: exactly what a run takes.
+    /// The plan of the largest graph, which says exactly what a run takes.
     ///
     /// # Errors
     /// As [`Gradients::plan`].
-    pub fn arena_bytes(&mut self) -> Result<usize> {
-        Ok(self.gradients.plan(&self.parameters)?.arena_bytes)
+    pub fn plan(&mut self) -> Result<&graph::Plan> {
+        self.gradients.plan(&self.parameters)
     }
 
     /// One optimizer step over windows: their loss is the weighted mean over all their tokens,
@@ -199,7 +201,7 @@ impl<'m> Trainer<'m> {
         examples: &[Example],
         on: &mut dyn FnMut(Event) -> bool,
     ) -> Result<Outcome> {
-        let mut random = text::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
+        let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
         let mut order: Vec<usize> = (0..examples.len()).collect();
         let rows = self.config.graph.rows;
         let most = self.gradients.most_sequences();
@@ -213,11 +215,18 @@ impl<'m> Trainer<'m> {
             epochs.push(pack(examples, &order, rows, most)?);
         }
         let steps: u64 = epochs.iter().map(|e| e.len().div_ceil(accumulate) as u64).sum();
-        let arena_bytes = self.gradients.plan(&self.parameters)?.arena_bytes;
+        let labelled = epochs.iter().flatten().map(|window| {
+            let chosen = window.iter().filter_map(|&i| examples.get(i));
+            chosen.map(Example::labelled).sum::<usize>()
+        });
+        let labelled = labelled.max().unwrap_or(0);
+        let graph = self.gradients.plan_for(labelled, &self.parameters)?;
+        let (arena_bytes, scratch_bytes) = (graph.arena_bytes, graph.scratch_bytes);
         let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
-        if !on(Event::Start { steps, parameters, arena_bytes }) {
+        if !on(Event::Start { steps, parameters, arena_bytes, scratch_bytes }) {
             return self.finish(f64::NAN);
         }
+        self.gradients.reserve(labelled, &self.parameters)?;
         let mut last = f64::NAN;
         for packed in epochs.iter().flat_map(|e| e.chunks(accumulate)) {
             let windows: Vec<Window> = packed.iter().map(|w| Window::of(examples, w)).collect();

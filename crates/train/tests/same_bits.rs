@@ -1,5 +1,6 @@
 //! P6: the same job gives the same adapter file, byte for byte. And P4: a run uses exactly the
 //! memory its plan says.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -265,7 +265,6 @@ impl Simd for Avx2 {
             F(_mm256_fnmadd_ps(a.0, b.0, c.0), _mm256_fnmadd_ps(a.1, b.1, c.1));
         fn min(a: F, b: F) -> F = F(_mm256_min_ps(a.0, b.0), _mm256_min_ps(a.1, b.1));
         fn max(a: F, b: F) -> F = F(_mm256_max_ps(a.0, b.0), _mm256_max_ps(a.1, b.1));
-        fn sqrt(a: F) -> F = F(_mm256_sqrt_ps(a.0), _mm256_sqrt_ps(a.1));
         fn round_half_even(a: F) -> F =
             F(_mm256_round_ps::<NEAREST>(a.0), _mm256_round_ps::<NEAREST>(a.1));
         fn lt(a: F, b: F) -> F = F(

@@ -13,6 +13,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[allow(clippy::excessive_precision)] // coefficients as they were fitted
 mod math;
 mod portable;
 #[cfg(test)]
@@ -181,7 +182,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn min(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a > b ? a : b`: `b` when either is NaN.
     fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
-    fn sqrt(self, a: Self::F32) -> Self::F32;
     /// To the nearest integer, ties to even; the sign of a zero result is not kept.
     fn round_half_even(self, a: Self::F32) -> Self::F32;
     fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask;
@@ -194,6 +194,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn and_not(self, a: Self::Mask, b: Self::Mask) -> Self::Mask;
 
     fn bits(self, a: Self::F32) -> Self::I32;
+    #[allow(clippy::wrong_self_convention)] // `self` is the proof that the instructions exist
     fn from_bits(self, a: Self::I32) -> Self::F32;
     /// The nearest integer, for |a| < 2^22; anything else gives some integer.
     fn to_i32(self, a: Self::F32) -> Self::I32;

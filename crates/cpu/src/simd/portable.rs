@@ -206,10 +206,6 @@ impl Simd for Portable {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
-    fn sqrt(self, a: Lanes<f32>) -> Lanes<f32> {
-        map(a, f32::sqrt)
-    }
-    #[inline(always)]
     fn round_half_even(self, a: Lanes<f32>) -> Lanes<f32> {
         // Above 2^23 every float is an integer; below, the addition rounds.
         map(a, |x| {

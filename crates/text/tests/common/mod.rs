@@ -1,4 +1,5 @@
 //! Goldens of `testdata/text`, which `make_goldens.py` there writes.
+#![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

@@ -68,11 +68,12 @@ impl Pages {
         })
     }
 
-    /// The bytes of a head's row at a position of a sequence.
+    /// The bytes of a head's row in a slot of a page of a sequence.
     #[inline(always)]
-    fn at(&self, prefix: &Prefix<'_>, seq: usize, position: usize, head: usize) -> *const u8 {
-        let id = prefix.table[seq * prefix.columns + position / self.page] as usize;
-        let row = (id * self.page + position % self.page) * self.heads + head;
+    fn at(&self, prefix: &Prefix<'_>, seq: usize, at: (usize, usize), head: usize) -> *const u8 {
+        let (column, slot) = at;
+        let id = prefix.table[seq * prefix.columns + column] as usize;
+        let row = (id * self.page + slot) * self.heads + head;
         self.base.wrapping_add(row * self.row_bytes)
     }
 }
@@ -99,18 +100,27 @@ impl Task for FindRows<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> RowPointers {
         let mut rows = [std::ptr::null(); KEYS];
-        for (i, row) in rows.iter_mut().enumerate().take(self.range.end).skip(self.range.start) {
-            let position = self.base + i;
-            *row = match self.pages {
-                Some((prefix, pages)) if position < self.seq.cached => {
-                    let bytes = pages.at(prefix, self.seq.index, position, self.head);
-                    let to = self.converted[i * self.width..][..self.width].as_mut_ptr();
-                    // SAFETY: `Operands` promise that the position is cached in these pages, whose
-                    // rows have this width.
-                    unsafe { convert(s, pages.storage, bytes, to, self.width) }
+        let (first, cached) = (self.base + self.range.start, self.seq.cached);
+        let mut own = self.range.start;
+        if let Some((prefix, pages)) = self.pages
+            && first < cached
+        {
+            own = (cached - self.base).min(self.range.end);
+            let (mut column, mut slot) = (first / pages.page, first % pages.page);
+            for i in self.range.start..own {
+                let bytes = pages.at(prefix, self.seq.index, (column, slot), self.head);
+                let to = self.converted[i * self.width..][..self.width].as_mut_ptr();
+                // SAFETY: `Operands` promise that the position is cached in these pages, whose
+                // rows have this width.
+                rows[i] = unsafe { convert(s, pages.storage, bytes, to, self.width) };
+                slot += 1;
+                if slot == pages.page {
+                    (column, slot) = (column + 1, 0);
                 }
-                _ => self.own.at(self.seq.first + position - self.seq.cached, self.head),
-            };
+            }
+        }
+        for i in own..self.range.end {
+            rows[i] = self.own.at(self.seq.first + self.base + i - cached, self.head);
         }
         rows
     }

@@ -1,0 +1,141 @@
+//! The command line: its commands, and how an error becomes a line and an exit code.
+
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use crate::cmd;
+use crate::error::{Error, INTERRUPTED, INVALID, Result};
+use crate::output::{note, print};
+
+const EXAMPLES: &str = "\
+Begin with:
+  gradus demo                       everything in one go, with a small model
+  gradus pull                       fetch that model
+  gradus run -p 'Who wrote Emma?'   ask it something
+
+Models are kept under GRADUS_HOME (default: the platform's data directory).
+GRADUS_CPU forces a family of kernels, GRADUS_INDEX_URL a package index for `pull`.
+
+Exit codes: 0 done; 1 the input is wrong; 2 refused, since it cannot be done; 3 it broke while
+running; 130 ended by Ctrl-C.";
+
+/// Runs GGUF language models and trains LoRA adapters on them, with the same weights and kernels
+#[derive(Parser, Debug)]
+#[command(name = "gradus", version, after_help = EXAMPLES, max_term_width = 100)]
+#[command(arg_required_else_help = true, subcommand_required = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Demo(cmd::demo::Args),
+    Pull(cmd::pull::Args),
+    Run(cmd::run::Args),
+    Chat(cmd::chat::Args),
+    Train(cmd::train::Args),
+    Inspect(cmd::inspect::Args),
+    Tokenize(cmd::tokenize::Args),
+    Perplexity(cmd::perplexity::Args),
+    Bench(cmd::bench::Args),
+    CheckGrads(cmd::check_grads::Args),
+    Dump(cmd::dump::Args),
+}
+
+fn execute(command: Command) -> Result<()> {
+    match command {
+        Command::Demo(args) => cmd::demo::run(&args),
+        Command::Pull(args) => cmd::pull::run(&args),
+        Command::Run(args) => cmd::run::run(&args),
+        Command::Chat(args) => cmd::chat::run(&args),
+        Command::Train(args) => cmd::train::run(&args),
+        Command::Inspect(args) => cmd::inspect::run(&args),
+        Command::Tokenize(args) => cmd::tokenize::run(&args),
+        Command::Perplexity(args) => cmd::perplexity::run(&args),
+        Command::Bench(args) => cmd::bench::run(&args),
+        Command::CheckGrads(args) => cmd::check_grads::run(&args),
+        Command::Dump(args) => cmd::dump::run(&args),
+    }
+}
+
+/// Parses the command line, runs the command and gives its exit code.
+pub fn main() -> ExitCode {
+    let result = match Cli::try_parse() {
+        Ok(cli) => execute(cli.command),
+        Err(e) => usage(&e),
+    };
+    match result {
+        Ok(()) | Err(Error::Closed) => ExitCode::SUCCESS,
+        Err(Error::Failed { message, code }) => {
+            note(&format!("error: {}", one_line(&message)));
+            ExitCode::from(code)
+        }
+        Err(Error::Interrupted) => {
+            note("interrupted");
+            ExitCode::from(INTERRUPTED)
+        }
+    }
+}
+
+/// Help and version are results; anything else clap says is an error of one line.
+fn usage(e: &clap::Error) -> Result<()> {
+    let text = e.to_string();
+    match e.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => print(&text),
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            print(&text)?;
+            Err(Error::Failed { message: "a command is missing".into(), code: INVALID })
+        }
+        _ => {
+            let said = text.split("\n\nUsage:").next().unwrap_or(&text);
+            let said = said.strip_prefix("error:").unwrap_or(said).trim();
+            let said = said.split("\n\nFor more").next().unwrap_or(said);
+            Err(Error::invalid(format!("{said}; `--help` says what there is")))
+        }
+    }
+}
+
+/// Whatever a message is made of, it is shown on one line.
+fn one_line(message: &str) -> String {
+    let words: Vec<&str> = message.split(['\n', '\r', '\t']).map(str::trim).collect();
+    words.into_iter().filter(|w| !w.is_empty()).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_option_and_command_is_described() {
+        fn check(command: &clap::Command) {
+            let name = command.get_name();
+            assert!(command.get_about().is_some(), "command `{name}` has no description");
+            for arg in command.get_arguments() {
+                let id = arg.get_id();
+                assert!(arg.get_help().is_some(), "`{id}` of `{name}` has no description");
+            }
+            if !command.has_subcommands() {
+                let examples = command.get_after_help().map(ToString::to_string);
+                let examples = examples.unwrap_or_default();
+                assert!(examples.contains("gradus"), "`{name}` shows no example");
+            }
+            command.get_subcommands().for_each(check);
+        }
+        check(&Cli::command());
+    }
+
+    #[test]
+    fn messages_are_one_line() {
+        assert_eq!(one_line("a\n  b\r\n\tc "), "a b c");
+    }
+}

@@ -1,0 +1,169 @@
+//! `gradus chat`.
+
+use std::io::{BufRead, IsTerminal, Read};
+
+use model::{Engine, SeqId, generate};
+use text::Message;
+
+use super::run::speed;
+use crate::error::{Error, Result};
+use crate::interrupt::Interrupt;
+use crate::options::{
+    AdapterArgs, CONTEXT, CacheType, ModelArgs, SamplerArgs, TemplateArgs, check_context, engine,
+    room,
+};
+use crate::output::{note, note_raw, print};
+
+/// Hold a conversation
+///
+/// One line is one turn; /reset begins anew, /quit or the end of input ends. What was said stays
+/// in the cache, so a turn costs only its own tokens. Ctrl-C ends an answer; at the prompt it
+/// ends the conversation.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  gradus chat
+  gradus chat --system 'Answer in one sentence.' --temp 0.3
+  gradus chat -m qwen2.5-coder-0.5b-instruct --adapter style.gguf")]
+pub struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+
+    /// A system message at the beginning
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    system: Option<String>,
+
+    #[command(flatten)]
+    adapter: AdapterArgs,
+
+    #[command(flatten)]
+    template: TemplateArgs,
+
+    /// Positions of the cache [default: the model's context, at most 4096]
+    #[arg(short, long, value_name = "N")]
+    ctx: Option<usize>,
+
+    /// What keys and values are kept in
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "f16")]
+    cache_type: CacheType,
+
+    #[command(flatten)]
+    sampler: SamplerArgs,
+}
+
+/// The longest turn, in bytes.
+const LONGEST_LINE: u64 = 1 << 20;
+
+pub fn run(args: &Args) -> Result<()> {
+    let model = args.model.load()?;
+    let template = args.template.of(&model)?;
+    let ctx = match args.ctx {
+        Some(ctx) => check_context(ctx, &model)?,
+        None => model.geometry().context.min(CONTEXT),
+    };
+    let (adapters, adapter) = args.adapter.read(&model)?;
+    let mut engine = engine(&model, args.cache_type, ctx, adapters)?;
+    let config = args.sampler.config(adapter);
+    let begin = || -> Vec<Message> {
+        args.system.iter().map(|system| Message::new("system", system)).collect()
+    };
+    let mut conversation = Held { seq: engine.cache().open(), tokens: Vec::new() };
+    let mut messages = begin();
+    let interrupt = Interrupt::listen();
+    let terminal = std::io::stdin().is_terminal();
+    if terminal {
+        note("/reset begins anew, /quit ends");
+    }
+    loop {
+        interrupt.forget();
+        interrupt.set_idle(true);
+        let said = read_line(terminal)?;
+        interrupt.set_idle(false);
+        let Some(said) = said else { return Ok(()) };
+        match said.trim() {
+            "" => continue,
+            "/quit" | "/exit" => return Ok(()),
+            "/reset" => {
+                messages = begin();
+                note("the conversation begins anew");
+                continue;
+            }
+            command if command.starts_with('/') => {
+                note(&format!("there is no command {command}; there are /reset and /quit"));
+                continue;
+            }
+            said => messages.push(Message::new("user", said)),
+        }
+        let ids = text::encode_chat(model.tokenizer(), &template, &messages, &[])?;
+        if ids.len() > ctx {
+            messages.pop();
+            note(&format!(
+                "this turn makes {} tokens, the cache holds {ctx}; /reset begins anew",
+                ids.len()
+            ));
+            continue;
+        }
+        let new = conversation.keep(&mut engine, &ids);
+        let fed = ids.get(new..).unwrap_or(&ids);
+        let mut config = config.clone();
+        config.max_tokens = room(config.max_tokens, ctx, ids.len())?;
+        let mut closed = Ok(());
+        let answer = generate(&mut engine, conversation.seq, fed, &config, &mut |text| {
+            closed = print(text);
+            closed.is_ok() && !interrupt.asked()
+        });
+        closed?;
+        let answer = answer?;
+        print("\n")?;
+        if terminal {
+            note(&speed(&answer, fed.len()));
+        }
+        conversation.tokens = ids;
+        conversation.tokens.extend(&answer.tokens);
+        // The last token was sampled and not fed.
+        conversation.tokens.truncate(engine.cache().len(conversation.seq));
+        messages.push(Message::new("assistant", &answer.text));
+    }
+}
+
+/// What is in the cache.
+struct Held {
+    seq: SeqId,
+    tokens: Vec<u32>,
+}
+
+impl Held {
+    /// Cuts the cache back to what it has in common with `ids`, and gives how many of them need
+    /// not be fed: never all, since the last one's logits are wanted.
+    fn keep(&mut self, engine: &mut Engine, ids: &[u32]) -> usize {
+        let common = self.tokens.iter().zip(ids).take_while(|(a, b)| a == b).count();
+        let common = common.min(ids.len().saturating_sub(1));
+        engine.cache().truncate(self.seq, common);
+        self.tokens.truncate(common);
+        common
+    }
+}
+
+/// The next line, or `None` at the end of input.
+fn read_line(terminal: bool) -> Result<Option<String>> {
+    if terminal {
+        note_raw("> ");
+    }
+    let mut line = Vec::new();
+    let mut input = std::io::stdin().lock().take(LONGEST_LINE);
+    let read = input
+        .read_until(b'\n', &mut line)
+        .map_err(|e| Error::invalid(format!("cannot read standard input: {e}")))?;
+    if read == 0 {
+        if terminal {
+            note("");
+        }
+        return Ok(None);
+    }
+    if read as u64 == LONGEST_LINE {
+        return Err(Error::invalid(format!("a line is longer than {LONGEST_LINE} bytes")));
+    }
+    String::from_utf8(line)
+        .map(Some)
+        .map_err(|_| Error::invalid("standard input is not UTF-8 text"))
+}

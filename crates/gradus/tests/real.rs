@@ -1,0 +1,249 @@
+//! What needs the real models of the catalogue: run by `cargo xtask real`, ignored otherwise.
+//!
+//! `GRADUS_REAL` lists the models to test, separated by commas; all of the catalogue if it is
+//! not set. A model that is not on this machine fails its tests.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use graph::{DType, Device, Recompute};
+use model::{Engine, EngineConfig, Model, Rows, WantLogits};
+use serde_json::Value;
+use train::{Example, Gradients, GraphConfig, Parameters, Window};
+
+fn models() -> Vec<String> {
+    match std::env::var("GRADUS_REAL") {
+        Ok(list) => list.split(',').map(str::to_string).collect(),
+        Err(_) => hub::catalogue().iter().map(|e| e.name.to_string()).collect(),
+    }
+}
+
+fn path(name: &str) -> PathBuf {
+    hub::resolve(name).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn gradus(args: &[&str]) -> String {
+    let out = Command::new(env!("CARGO_BIN_EXE_gradus")).args(args).output().unwrap();
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.success(), "gradus {args:?}: {said}");
+    String::from_utf8(out.stdout).unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&gradus(args)).unwrap()
+}
+
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn perplexity_is_that_of_llama_cpp() {
+    let folder = root().join("testdata/perplexity");
+    let peer = std::fs::read(folder.join("llama_cpp.json")).unwrap();
+    let peer: Value = serde_json::from_slice(&peer).unwrap();
+    let text = folder.join("english.txt").display().to_string();
+    for name in models() {
+        let expected = &peer["models"][&name];
+        let said = json(&["perplexity", "-m", &name, "-f", &text, "--ctx", "512", "--json"]);
+        assert_eq!(said["tokens"], expected["tokens"], "{name}");
+        assert_eq!(said["scored"], expected["scored"], "{name}");
+        let ours = said["perplexity"].as_f64().unwrap();
+        let theirs = expected["perplexity"].as_f64().unwrap();
+        let off = ours / theirs - 1.0;
+        println!("{name}: perplexity {ours:.4}, llama.cpp {theirs:.4}, {:+.3} %", off * 100.0);
+        assert!(off.abs() <= 0.005, "{name}: {ours} is not within 0.5 % of {theirs}");
+    }
+}
+
+/// A prompt of 300 tokens of English.
+fn prompt(model: &Model) -> Vec<u32> {
+    let text = std::fs::read_to_string(root().join("testdata/perplexity/english.txt")).unwrap();
+    let mut ids = model.tokenizer().encode(&text, text::Encode::PROMPT).unwrap();
+    ids.truncate(300);
+    assert_eq!(ids.len(), 300);
+    ids
+}
+
+/// FNV-1a of each row's bits: enough to tell rows apart, and small.
+fn digests(logits: &[f32], vocab: usize) -> Vec<u64> {
+    let digest = |row: &[f32]| {
+        row.iter().fold(0xcbf2_9ce4_8422_2325, |h: u64, x| {
+            (h ^ u64::from(x.to_bits())).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+    };
+    logits.chunks_exact(vocab).map(digest).collect()
+}
+
+/// The digests of all rows of a prompt that is fed in chunks, beside so many other sequences.
+fn rows(engine: &mut Engine, tokens: &[u32], chunk: usize, beside: usize) -> Vec<u64> {
+    let vocab = engine.model().geometry().vocab;
+    let seq = engine.cache().open();
+    let others: Vec<_> = (0..beside).map(|_| engine.cache().open()).collect();
+    let mut out = Vec::new();
+    for (i, part) in tokens.chunks(chunk).enumerate() {
+        let mut batch = Vec::new();
+        // Others come first and in uneven numbers, so that rows move within the batch.
+        for (j, &seq) in others.iter().enumerate() {
+            let from = (i * 3 + j * 11) % 290;
+            let tokens = &tokens[from..from + 1 + (i + j) % 3];
+            batch.push(Rows { seq, tokens, adapter: None, want: WantLogits::Last });
+        }
+        batch.push(Rows { seq, tokens: part, adapter: None, want: WantLogits::All });
+        let logits = engine.forward(&batch).unwrap();
+        out.extend(digests(logits.last().unwrap(), vocab));
+    }
+    engine.cache().close(seq);
+    others.into_iter().for_each(|o| engine.cache().close(o));
+    out
+}
+
+fn device(threads: usize, family: cpu::Family) -> Arc<dyn Device> {
+    Arc::new(cpu::Cpu::new(threads, Some(family)).unwrap())
+}
+
+fn engine(model: &Arc<Model>, cache: DType) -> Engine {
+    let config = EngineConfig { cache, positions: 4096, batch: 512 };
+    Engine::new(model.clone(), config, Vec::new()).unwrap()
+}
+
+/// P5, bitwise: however a prompt is fed, with any number of threads, beside others or alone, for
+/// every cache; and as the training graph computes it.
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn one_token_one_value() {
+    for name in models() {
+        for family in cpu::Family::ALL.into_iter().filter(|f| f.is_available()) {
+            let path = path(&name);
+            let one = Arc::new(Model::load(&path, device(1, family)).unwrap());
+            let two = Arc::new(Model::load(&path, device(2, family)).unwrap());
+            let tokens = prompt(&one);
+            // The portable family is there to be right, not to be quick.
+            let quick = family != cpu::Family::Portable;
+            let q8 = DType::Block(gguf::TensorType::Q8_0);
+            let caches: &[DType] =
+                if quick { &[DType::F16, DType::F32, q8] } else { &[DType::F16] };
+            for &cache in caches {
+                let what = format!("{name}, {family:?}, {cache} cache");
+                let whole = rows(&mut engine(&one, cache), &tokens, 300, 0);
+                assert_eq!(whole.len(), 300);
+                let mut distinct = whole.clone();
+                distinct.sort_unstable();
+                distinct.dedup();
+                assert!(distinct.len() > 250, "{what}: rows are alike");
+                let mut engine = engine(&two, cache);
+                assert!(rows(&mut engine, &tokens, 300, 0) == whole, "{what}: two threads");
+                let chunks: &[usize] = if quick { &[1, 7, 64] } else { &[64] };
+                for &chunk in chunks {
+                    for beside in [0, 3] {
+                        let again = rows(&mut engine, &tokens, chunk, beside);
+                        let differ = again.iter().zip(&whole).filter(|(a, b)| a != b).count();
+                        assert_eq!(differ, 0, "{what}: chunks of {chunk} beside {beside} others");
+                    }
+                }
+                training_agrees(&two, cache, &tokens, &what);
+                println!("{what}: the same bits");
+            }
+        }
+    }
+}
+
+/// The training graph gives the same likelihood, bit for bit, as the served logits.
+fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str) {
+    let vocab = model.geometry().vocab;
+    let mut engine = engine(model, cache);
+    let seq = engine.cache().open();
+    let fed = &tokens[..tokens.len() - 1];
+    let want = WantLogits::All;
+    let served = engine.forward(&[Rows { seq, tokens: fed, adapter: None, want }]).unwrap();
+    let config = GraphConfig { rows: fed.len(), cache, recompute: Recompute::None };
+    let mut gradients = Gradients::new(model, config).unwrap();
+    // Something must be differentiated by: the last norm's weight costs the least.
+    let norm = "output_norm.weight";
+    let mut parameters = Parameters::default();
+    parameters.weights.insert(norm.into(), model.read_f32(norm).unwrap());
+    for t in [1, 150, tokens.len() - 1] {
+        let mut weights = vec![0.0; tokens.len()];
+        weights[t] = 1.0;
+        let window = Window { examples: vec![Example { tokens: tokens.to_vec(), weights }] };
+        let trained = gradients.of(&window, 1.0, &parameters, &()).unwrap().loss;
+        let row = &served[0][(t - 1) * vocab..t * vocab];
+        let nll = -text::sampler::log_prob(row, tokens[t]).unwrap();
+        assert_eq!(trained as f32, nll, "{what}: token {t} as it is trained");
+    }
+}
+
+/// The demo's run: it learns, and gives the same file with any number of threads and whatever is
+/// computed again.
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn the_demo_learns_and_is_reproducible() {
+    let name = hub::DEFAULT_MODEL;
+    let folder = std::env::temp_dir().join(format!("gradus-real-{}", std::process::id()));
+    let demo = |sub: &str, extra: &[&str]| {
+        let out = folder.join(sub);
+        let place = out.display().to_string();
+        let said = gradus(&[&["demo", "--model", name, "--out", &place], extra].concat());
+        (said, std::fs::read(out.join("halden.gguf")).unwrap())
+    };
+    let (said, two) = demo("two", &["--threads", "2"]);
+    println!("{said}");
+    let number = |line: &str, before: &str| -> f64 {
+        let line = said.lines().find(|l| l.contains(line)).unwrap();
+        let words: Vec<&str> = line.split([' ', ',']).filter(|w| !w.is_empty()).collect();
+        let i = words.iter().position(|w| *w == before).unwrap();
+        words[i - 1].parse().unwrap()
+    };
+    let right = number("answered word for word", "of");
+    assert!(right >= 12.0, "{right} of 16 held-out questions are answered");
+    let first = number("at the first step", "at");
+    let loss = said.lines().find(|l| l.starts_with("loss ")).unwrap();
+    let last: f64 = loss.split(", ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    assert!(last < first / 3.0, "the loss fell from {first} to {last} only");
+
+    let (_, one) = demo("one", &["--threads", "1"]);
+    assert!(one == two, "one thread gives another adapter than two");
+    let (_, again) = demo("again", &["--recompute", "per-layer"]);
+    assert!(again == two, "recomputation gives another adapter");
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Peak anonymous memory of a training run is what was planned, within 5 %.
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn training_takes_the_memory_that_was_planned() {
+    let data = root().join("data/halden.train.jsonl").display().to_string();
+    let out = std::env::temp_dir().join(format!("gradus-real-{}.gguf", std::process::id()));
+    let adapter = out.display().to_string();
+    for name in models() {
+        for recompute in ["none", "per-layer"] {
+            let said = json(&[
+                "train",
+                "-m",
+                &name,
+                "--data",
+                &data,
+                "-o",
+                &adapter,
+                "--template",
+                "chatml",
+                "--epochs",
+                "1",
+                "--window",
+                "256",
+                "--recompute",
+                recompute,
+                "--json",
+            ]);
+            let Some(peak) = said["peak_anonymous_bytes"].as_f64() else { return };
+            let plan = said["plan"]["total_bytes"].as_f64().unwrap();
+            println!("{name}, recomputing {recompute}: peak {peak:.3e}, plan {plan:.3e}");
+            let off = peak / plan - 1.0;
+            assert!(off.abs() <= 0.05, "{name}, {recompute}: {peak} against {plan} planned");
+        }
+    }
+    std::fs::remove_file(&out).unwrap();
+}

@@ -1,0 +1,163 @@
+use serde_json::json;
+
+use super::*;
+use crate::SpecialTokens;
+use crate::tokenizer::tests::{byte_bpe, small_spm};
+
+fn messages(list: &[(&str, &str)]) -> Vec<Message> {
+    list.iter().map(|(role, content)| Message::new(*role, *content)).collect()
+}
+
+fn chat() -> Vec<Message> {
+    messages(&[("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d e")])
+}
+
+/// The trained tokens in brackets.
+fn marked(tokenizer: &Tokenizer, conversation: &Conversation) -> String {
+    assert_eq!(conversation.ids.len(), conversation.trained.len());
+    let mut out = String::new();
+    let mut before = false;
+    for (&id, &trained) in conversation.ids.iter().zip(&conversation.trained) {
+        if trained != before {
+            out.push(if trained { '[' } else { ']' });
+        }
+        before = trained;
+        out += &String::from_utf8_lossy(tokenizer.token_bytes(id, true).unwrap());
+    }
+    if before {
+        out.push(']');
+    }
+    out
+}
+
+fn template(tokenizer: &Tokenizer, source: &str) -> ChatTemplate {
+    ChatTemplate::parse("test", source, SpecialTokens::of(tokenizer)).unwrap()
+}
+
+#[test]
+fn f40_what_the_assistant_says_and_the_end_of_its_turn_are_trained() {
+    let tokenizer = byte_bpe();
+    let chatml = ChatTemplate::builtin("chatml", SpecialTokens::of(&tokenizer)).unwrap();
+    let all = conversation(&tokenizer, &chatml, &chat(), &[]).unwrap();
+    assert_eq!(
+        marked(&tokenizer, &all),
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[bb<|im_end|>\n]\
+         <|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d e<|im_end|>\n]"
+    );
+    // A message with "train": false is context.
+    let mut some = chat();
+    some[1].train = false;
+    let some = conversation(&tokenizer, &chatml, &some, &[]).unwrap();
+    assert_eq!(some.ids, all.ids);
+    assert!(marked(&tokenizer, &some).contains("assistant\nbb<|im_end|>\n<|im_start|>user"));
+    assert_eq!(some.trained.iter().filter(|t| **t).count(), 5);
+}
+
+#[test]
+fn plain_text_of_a_base_model_trains_the_end_too() {
+    let tokenizer = small_spm();
+    let plain = ChatTemplate::builtin("plain", SpecialTokens::of(&tokenizer)).unwrap();
+    let got = conversation(&tokenizer, &plain, &chat()[..2], &[]).unwrap();
+    assert_eq!(marked(&tokenizer, &got), "<s> User: a\nAssistant:[ bb</s> \n]");
+}
+
+#[test]
+fn f45_one_conversation_has_the_same_tokens_wherever_it_is_used() {
+    for tokenizer in [byte_bpe(), small_spm()] {
+        for name in crate::BUILTIN_TEMPLATES {
+            let tokens = SpecialTokens::of(&tokenizer);
+            let template = ChatTemplate::builtin(name, tokens).unwrap();
+            for turns in [2usize, 4] {
+                let messages = &chat()[..turns];
+                let trained = conversation(&tokenizer, &template, messages, &[]).unwrap().ids;
+                let text = template.render(messages, &[], false).unwrap();
+                assert_eq!(encode_prompt(&tokenizer, &text).unwrap(), trained, "{name}");
+                // A prompt of the chat is where its answer begins in training.
+                let asked =
+                    encode_chat(&tokenizer, &template, &messages[..turns - 1], &[]).unwrap();
+                let rendered = template.render(&messages[..turns - 1], &[], true).unwrap();
+                assert_eq!(encode_prompt(&tokenizer, &rendered).unwrap(), asked, "{name}");
+                if *name != "plain" {
+                    assert!(trained.starts_with(&asked), "{name}");
+                }
+                // BOS once, whether the template writes it or not.
+                let bos = tokenizer.bos().unwrap();
+                for ids in [&trained, &asked] {
+                    let count = ids.iter().filter(|id| **id == bos).count();
+                    assert_eq!(count, usize::from(tokenizer.adds_bos()), "{name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn f39_a_conversation_without_anything_to_train_on_is_refused() {
+    let tokenizer = byte_bpe();
+    let chatml = ChatTemplate::builtin("chatml", SpecialTokens::of(&tokenizer)).unwrap();
+    let refused = |messages: &[Message]| {
+        conversation(&tokenizer, &chatml, messages, &[]).unwrap_err().to_string()
+    };
+    let nobody = "the conversation cannot be trained on: it has no message of role \"assistant\" \
+                  with \"train\" left on";
+    assert_eq!(refused(&[]), nobody);
+    assert_eq!(refused(&chat()[..1]), nobody);
+    let mut off = chat();
+    off[1].train = false;
+    off[3].train = false;
+    assert_eq!(refused(&off), nobody);
+}
+
+#[test]
+fn a_template_that_is_not_prefix_stable_is_refused_by_message() {
+    let tokenizer = byte_bpe();
+    let refused = |source: &str| {
+        let template = template(&tokenizer, source);
+        conversation(&tokenizer, &template, &chat(), &[]).unwrap_err().to_string()
+    };
+    // Writes the last turn differently.
+    let error = refused(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ '.' if loop.last else ';' }}\
+         {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    );
+    assert!(error.starts_with("message 1: the chat template changes this turn"), "{error}");
+    // Asks otherwise than it answers.
+    let error = refused(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}\
+         {% if add_generation_prompt %}assistant:<think>{% endif %}",
+    );
+    assert!(error.starts_with("message 1: the chat template writes this turn"), "{error}");
+    // Leaves the answer out.
+    let error = refused(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }};{% endif %}{% endfor %}",
+    );
+    assert!(error.starts_with("message 1: the chat template leaves this turn out"), "{error}");
+    assert!(!error.contains('\n'));
+}
+
+#[test]
+fn a_span_within_a_token_is_no_token() {
+    // "ab" is one token here, and the answer "b" begins inside it.
+    let tokenizer = byte_bpe();
+    let template = template(&tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let error =
+        conversation(&tokenizer, &template, &messages(&[("user", "a"), ("assistant", "b")]), &[])
+            .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the conversation cannot be trained on: no token begins inside what the assistant says"
+    );
+}
+
+#[test]
+fn tools_reach_the_template() {
+    let tokenizer = byte_bpe();
+    let template = template(
+        &tokenizer,
+        "{% if tools %}{{ tools[0].name }};{% endif %}{% for m in messages %}{{ m.content }};\
+         {% endfor %}",
+    );
+    let tools = [json!({"name": "f"})];
+    let got = conversation(&tokenizer, &template, &chat()[..2], &tools).unwrap();
+    assert_eq!(marked(&tokenizer, &got), "f;a;[bb;]");
+}
