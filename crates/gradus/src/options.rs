@@ -90,7 +90,12 @@ pub struct SamplerArgs {
     pub max_tokens: usize,
 
     /// Temperature; 0 always takes the most likely token
-    #[arg(long = "temp", value_name = "T", default_value_t = defaults().temperature)]
+    #[arg(
+        long = "temp",
+        value_name = "T",
+        default_value_t = defaults().temperature,
+        allow_negative_numbers = true
+    )]
     pub temperature: f32,
 
     /// Keep the K most likely tokens; 0 keeps all

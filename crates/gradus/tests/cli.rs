@@ -245,7 +245,7 @@ fn wrong_input_is_one_line_and_exit_code_1() {
     fails(&["inspect", &cut], 1, &["cut.gguf"]);
     fails(&["inspect", &empty], 1, &["empty.gguf"]);
     fails(&["tokenize", "-m", &golden, "x"], 1, &["golden.safetensors", "not a GGUF file"]);
-    fails(&["run", "-m", m, "-p", "x", "--raw", "--temp", "-1"], 1, &["--temp"]);
+    fails(&["run", "-m", m, "-p", "x", "--raw", "--temp", "-1"], 1, &["temperature", "-1"]);
     fails(&["run", "-m", m, "-p", "x", "--raw", "--temp", "1000"], 1, &["temperature", "0 to 100"]);
     fails(&["run", "-m", m, "-p", "", "--raw"], 1, &["empty"]);
     fails(&["run", "-m", m, "-p", "x", "--raw", "--ctx", "100000"], 1, &["--ctx", "256"]);
@@ -363,10 +363,10 @@ fn generation_is_reproducible_and_stops() {
     assert_eq!(stopped["text"], whole.split(stop.as_str()).next().unwrap());
 
     // A cache that runs full ends the answer; a prompt that does not fit is refused.
-    let short = with(&["--ctx", "8"]);
+    let short = with(&["--ctx", "14"]);
     assert_eq!(short["finish"], "length");
     let n = short["prompt_tokens"].as_u64().unwrap() as usize;
-    assert_eq!(short["tokens"], Value::from(&first["tokens"].as_array().unwrap()[..8 - n + 1]));
+    assert_eq!(short["tokens"], Value::from(&first["tokens"].as_array().unwrap()[..14 - n + 1]));
     fails(&[&base[..], &["--ctx", "1"]].concat(), 1, &["--ctx"]);
 
     // As text, the same.
