@@ -34,8 +34,8 @@ const MAX_OUTPUT: usize = 16 << 20;
 /// Steps of the engine in one rendering, where 64 bytes of data cost a step too. A conversation
 /// of 1000 messages takes some 100,000.
 const FUEL: u64 = 1_000_000;
-/// Calls of macros within each other and the like.
-const MAX_RECURSION: usize = 200;
+/// Levels of recursion as the engine counts them, where a macro within a macro takes about five.
+const MAX_RECURSION: usize = 500;
 /// The stack of the thread. Data may nest once per step, and walking or dropping it takes up to
 /// 480 bytes a level; the parser takes about as much per byte of source. Only what is used is
 /// ever backed by memory.

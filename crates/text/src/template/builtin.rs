@@ -8,7 +8,8 @@
 /// - `gemma`: `<start_of_turn>user ... <end_of_turn>`, likewise;
 /// - `llama3`: `<|start_header_id|>role<|end_header_id|> ... <|eot_id|>`, likewise.
 ///
-/// All are prefix stable: a conversation begins with the text of its beginning.
+/// All are prefix stable: a conversation begins with the text of its beginning. None writes BOS,
+/// which a prompt gets from the tokenizer where its model wants one.
 pub static BUILTIN_TEMPLATES: &[&str] = &["plain", "chatml", "gemma", "llama3"];
 
 pub(super) fn names() -> String {

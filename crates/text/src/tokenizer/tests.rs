@@ -45,7 +45,7 @@ fn small_spm_metadata() -> Metadata {
     tokens.extend((0..=255u8).map(|b| format!("<0x{b:02X}>")));
     let mut types = vec![6; tokens.len()];
     types[..3].copy_from_slice(&[2, 3, 3]);
-    let mut scores = vec![0.0; tokens.len()];
+    let mut scores = vec![0f32; tokens.len()];
     for (text, kind, score) in [
         ("▁", 1, -1.0),
         ("a", 1, -2.0),
