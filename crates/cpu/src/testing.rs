@@ -92,6 +92,11 @@ impl Case {
         self.bytes(name, DType::I32, dims, &bytes)
     }
 
+    pub(crate) fn random(&mut self, name: &str, dims: &[usize], random: &mut Random) -> NodeId {
+        let v = random.floats(dims.iter().product());
+        self.floats(name, dims, &v)
+    }
+
     /// Plans and runs for some outputs; their bytes.
     pub(crate) fn run(&self, cpu: &Cpu, outputs: &[NodeId]) -> Result<Vec<Vec<u8>>, Fault> {
         self.run_in_pieces(cpu, outputs, &())

@@ -19,6 +19,12 @@ const BLOCK: usize = 64;
 /// Rows or ranks that one pass accumulates in registers.
 const GROUP: usize = 4;
 
+/// Vectors of columns that one pass accumulates in registers.
+const WIDE: usize = 4;
+
+/// Columns of `B` transposed that a pass over rows reads.
+const STRIP: usize = 256;
+
 /// Below so many rows, tiles split the outputs instead of the rows.
 const FEW: usize = 16;
 
@@ -63,7 +69,7 @@ pub(super) fn supports_back(call: &Call<'_>, wrt: LoraOperand) -> Support {
     Ok(needs(&[BLOCK * padded(rank), sums]))
 }
 
-/// Scratch: the projections of a block of rows, and 16 rows of `B` transposed.
+/// Scratch: the projections of a block of rows, and a strip of `B` transposed.
 fn supports_slots(call: &Call<'_>, first: usize) -> Support {
     let mut rank = 0;
     for i in first..call.args.len() {
@@ -72,7 +78,7 @@ fn supports_slots(call: &Call<'_>, first: usize) -> Support {
             rank = rank.max(arg.shape.dim(0));
         }
     }
-    Ok(needs(&[BLOCK * padded(rank), padded(rank) * LANES]))
+    Ok(needs(&[BLOCK * padded(rank), padded(rank) * STRIP]))
 }
 
 /// Faults where a row's slot is none of the operands'.
@@ -298,7 +304,7 @@ impl Task for Forward<'_> {
             rank = rank.max(slot_of(job, 3, slot).rank);
         }
         let projected = self.scratch.take(BLOCK * padded(rank));
-        let transposed = self.scratch.take(padded(rank) * LANES);
+        let transposed = self.scratch.take(padded(rank) * STRIP);
         for slot in 0..slots {
             let (count, rows) = members(chosen, self.rows.clone(), slot);
             let rows = &rows[..count];
@@ -308,39 +314,101 @@ impl Task for Forward<'_> {
             let Slot { a, b, scale, rank } = slot_of(job, 3, slot);
             // SAFETY: the shapes of the operands, as the op's rule has them.
             unsafe { project(s, (x, rows), (a, k, rank), scale, projected) };
-            for n in columns.clone().step_by(LANES) {
-                let m = (columns.end - n).min(LANES);
-                // SAFETY: rows `n ..` of B exist, `m` of them; `transposed` holds `rank` vectors.
-                // Columns `n ..` of these rows of the result are the tile's.
-                unsafe {
-                    transpose_rows(s, b.add(n * rank), m, rank, transposed);
-                    for (row, h) in rows.iter().zip(projected.chunks(padded(rank))) {
-                        let mut v = s.load_first(base.row(*row).add(n), m);
-                        for (j, h) in h.iter().enumerate().take(rank) {
-                            v = s.fma(s.load(transposed.as_ptr().add(j * LANES)), s.splat(*h), v);
-                        }
-                        s.store_first(job.out_row::<f32>(*row).add(n), v, m);
-                    }
+            for start in columns.clone().step_by(STRIP) {
+                let width = (columns.end - start).min(STRIP);
+                for n in (0..width).step_by(LANES) {
+                    let m = (width - n).min(LANES);
+                    let from = b.wrapping_add((start + n) * rank);
+                    // SAFETY: rows `start + n ..` of B exist, `m` of them.
+                    unsafe { transpose_rows(s, from, m, rank, &mut transposed[n..]) };
+                }
+                for (row, h) in rows.iter().zip(projected.chunks(padded(rank))) {
+                    let from = base.row(*row).wrapping_add(start);
+                    let to = job.out_row::<f32>(*row).wrapping_add(start);
+                    let terms = Terms { c: h, rows: transposed.as_ptr(), stride: STRIP, rank };
+                    // SAFETY: these columns of this row are the tile's; base has the same;
+                    // `transposed` holds `rank` rows of them.
+                    unsafe { add_terms(s, Some(from), to, terms, width) };
                 }
             }
         }
     }
 }
 
-/// Vector `j` of `to` becomes element `j` of `m <= 16` rows of `width` elements.
+/// A sum of `rank` rows, `stride` elements apart, with coefficients.
+#[derive(Copy, Clone)]
+struct Terms<'a> {
+    c: &'a [f32],
+    rows: *const f32,
+    stride: usize,
+    rank: usize,
+}
+
+/// `to = from + sum over j of c_j row_j`, ranks ascending; `from` is zeros when absent.
 ///
 /// # Safety
-/// `from` must be valid for `m` rows, `to` have `padded(width)` vectors.
+/// All rows must have `width` elements.
+#[inline(always)]
+unsafe fn add_terms<S: Simd>(
+    s: S,
+    from: Option<*const f32>,
+    to: *mut f32,
+    terms: Terms<'_>,
+    width: usize,
+) {
+    let mut w = 0;
+    // SAFETY: the caller's.
+    unsafe {
+        while w + WIDE * LANES <= width {
+            let mut sums = [s.zero(); WIDE];
+            if let Some(from) = from {
+                for i in 0..WIDE {
+                    sums[i] = s.load(from.add(w + i * LANES));
+                }
+            }
+            for j in 0..terms.rank {
+                let c = s.splat(terms.c[j]);
+                let row = terms.rows.add(j * terms.stride + w);
+                for i in 0..WIDE {
+                    sums[i] = s.fma(s.load(row.add(i * LANES)), c, sums[i]);
+                }
+            }
+            for i in 0..WIDE {
+                s.store(to.add(w + i * LANES), sums[i]);
+            }
+            w += WIDE * LANES;
+        }
+        while w < width {
+            let n = width - w;
+            let mut sum = match from {
+                Some(from) => s.load_first(from.add(w), n),
+                None => s.zero(),
+            };
+            for j in 0..terms.rank {
+                let row = terms.rows.add(j * terms.stride + w);
+                sum = s.fma(s.load_first(row, n), s.splat(terms.c[j]), sum);
+            }
+            s.store_first(to.add(w), sum, n);
+            w += LANES;
+        }
+    }
+}
+
+/// Vector `j`, at `to[STRIP j ..]`, becomes element `j` of `m <= 16` rows of `width` elements.
+///
+/// # Safety
+/// `from` must be valid for `m` rows.
 #[inline(always)]
 unsafe fn transpose_rows<S: Simd>(s: S, from: *const f32, m: usize, width: usize, to: &mut [f32]) {
-    for (j, to) in (0..width).step_by(LANES).zip(to.chunks_mut(LANES * LANES)) {
+    for j in (0..width).step_by(LANES) {
         let mut block = [s.zero(); LANES];
         for (i, v) in block.iter_mut().enumerate().take(m) {
             // SAFETY: the caller's.
             *v = unsafe { s.load_first(from.add(i * width + j), width - j) };
         }
         s.transpose(&mut block);
-        for (v, to) in block.iter().zip(to.chunks_exact_mut(LANES)) {
+        for (i, v) in block.iter().enumerate().take(width - j) {
+            let to = &mut to[(j + i) * STRIP..][..LANES];
             // SAFETY: a slice of 16 elements.
             unsafe { s.store(to.as_mut_ptr(), *v) };
         }
@@ -385,18 +453,12 @@ impl Task for BackX<'_> {
             let Slot { a, b, scale, rank } = slot_of(job, 2, slot);
             // SAFETY: the shapes of the operands, as the op's rule has them.
             unsafe { project_back(s, (dy, rows), (b, n, rank), scale, projected) };
-            for i in columns.clone().step_by(LANES) {
-                let m = columns.end - i;
-                for (row, g) in rows.iter().zip(projected.chunks(padded(rank))) {
-                    // SAFETY: A is `[rank, k]`; columns `i ..` of this row are the tile's.
-                    unsafe {
-                        let mut v = s.zero();
-                        for (j, g) in g.iter().enumerate().take(rank) {
-                            v = s.fma(s.load_first(a.add(j * k + i), m), s.splat(*g), v);
-                        }
-                        s.store_first(job.out_row::<f32>(*row).add(i), v, m);
-                    }
-                }
+            for (row, g) in rows.iter().zip(projected.chunks(padded(rank))) {
+                let to = job.out_row::<f32>(*row).wrapping_add(columns.start);
+                let rows = a.wrapping_add(columns.start);
+                let terms = Terms { c: g, rows, stride: k, rank };
+                // SAFETY: A is `[rank, k]`; these columns of this row are the tile's.
+                unsafe { add_terms(s, None, to, terms, columns.len()) };
             }
         }
     }
@@ -439,30 +501,78 @@ impl Task for BackA<'_> {
             // SAFETY: the shapes of the operands, as the op's rule has them.
             unsafe { project_back(s, (dy, rows), (b, n, rank), scale, projected) };
             for j in (0..rank).step_by(GROUP) {
+                let mut to = [std::ptr::null_mut(); GROUP];
                 let ranks = GROUP.min(rank - j);
-                for i in columns.clone().step_by(LANES) {
-                    let m = columns.end - i;
-                    let to: [_; GROUP] = std::array::from_fn(|l| {
-                        job.out_row::<f32>(j + l.min(ranks - 1)).wrapping_add(i)
-                    });
-                    // SAFETY: columns `i ..` of the result are the tile's; rows of x have them.
-                    unsafe {
-                        let mut sums = [s.zero(); GROUP];
-                        for l in 0..ranks {
-                            sums[l] = s.load_first(to[l], m);
-                        }
-                        for (row, g) in rows.iter().zip(projected.chunks(padded(rank))) {
-                            let x = s.load_first(x.row(*row).add(i), m);
-                            for (sum, &g) in sums.iter_mut().zip(&g[j..]) {
-                                *sum = s.fma(x, s.splat(g), *sum);
-                            }
-                        }
-                        for l in 0..ranks {
-                            s.store_first(to[l], sums[l], m);
-                        }
+                for l in 0..ranks {
+                    to[l] = job.out_row::<f32>(j + l).wrapping_add(columns.start);
+                }
+                let g = (&*projected, padded(rank), j);
+                // SAFETY: these columns of the result are the tile's; rows of x have them.
+                unsafe { outer(s, &to[..ranks], g, (x, rows), columns.clone()) };
+            }
+        }
+    }
+}
+
+/// `to_l[i] += sum over rows of c[row][l] x_row[i]` for up to [`GROUP`] results and a range of
+/// columns, rows ascending.
+///
+/// # Safety
+/// Rows of x must have the columns, `to` as many as the range. `c` holds a value for each row,
+/// `stride` apart, from `first` on.
+#[inline(always)]
+unsafe fn outer<S: Simd>(
+    s: S,
+    to: &[*mut f32],
+    (c, stride, first): (&[f32], usize, usize),
+    (x, rows): (Rows<f32>, &[usize]),
+    columns: Range<usize>,
+) {
+    let width = columns.len();
+    let mut all = [to[0]; GROUP];
+    all[..to.len()].copy_from_slice(to);
+    let mut w = 0;
+    // SAFETY: the caller's. Results beyond the last are computed and not stored.
+    unsafe {
+        while w + WIDE * LANES <= width {
+            let mut sums = [[s.zero(); WIDE]; GROUP];
+            for l in 0..GROUP {
+                for i in 0..WIDE {
+                    sums[l][i] = s.load(all[l].add(w + i * LANES));
+                }
+            }
+            for (r, row) in rows.iter().enumerate() {
+                let x = x.row(*row).add(columns.start + w);
+                let c = &c[r * stride + first..][..GROUP];
+                let mut v = [s.zero(); WIDE];
+                for i in 0..WIDE {
+                    v[i] = s.load(x.add(i * LANES));
+                }
+                for l in 0..GROUP {
+                    let c = s.splat(c[l]);
+                    for i in 0..WIDE {
+                        sums[l][i] = s.fma(v[i], c, sums[l][i]);
                     }
                 }
             }
+            for l in 0..to.len() {
+                for i in 0..WIDE {
+                    s.store(all[l].add(w + i * LANES), sums[l][i]);
+                }
+            }
+            w += WIDE * LANES;
+        }
+        while w < width {
+            let n = width - w;
+            for l in 0..to.len() {
+                let mut sum = s.load_first(all[l].add(w), n);
+                for (r, row) in rows.iter().enumerate() {
+                    let v = s.load_first(x.row(*row).add(columns.start + w), n);
+                    sum = s.fma(v, s.splat(c[r * stride + first + l]), sum);
+                }
+                s.store_first(all[l].add(w), sum, n);
+            }
+            w += LANES;
         }
     }
 }
@@ -502,27 +612,14 @@ impl Task for BackB<'_> {
             // SAFETY: the shapes of the operands, as the op's rule has them.
             unsafe { project(s, (x, rows), (a, k, rank), scale, projected) };
             for j in (0..rank).step_by(GROUP) {
+                let mut to = [std::ptr::null_mut(); GROUP];
                 let ranks = GROUP.min(rank - j);
-                for i in (0..self.columns.len()).step_by(LANES) {
-                    let m = self.columns.len() - i;
-                    // SAFETY: rows of dy have the tile's columns; `sums` has `rank` rows of
-                    // `width`, a multiple of 16.
-                    unsafe {
-                        let at = |l: usize| (j + l.min(ranks - 1)) * width + i;
-                        let mut v: [_; GROUP] =
-                            std::array::from_fn(|l| s.load(sums.as_ptr().add(at(l))));
-                        for (row, h) in rows.iter().zip(projected.chunks(padded(rank))) {
-                            let dy = dy.row(*row).add(self.columns.start + i);
-                            let dy = s.load_first(dy, m);
-                            for (v, &h) in v.iter_mut().zip(&h[j..]) {
-                                *v = s.fma(dy, s.splat(h), *v);
-                            }
-                        }
-                        for (l, &v) in v.iter().enumerate().take(ranks) {
-                            s.store(sums.as_mut_ptr().add(at(l)), v);
-                        }
-                    }
+                for l in 0..ranks {
+                    to[l] = sums[(j + l) * width..][..width].as_mut_ptr();
                 }
+                let h = (&*projected, padded(rank), j);
+                // SAFETY: rows of dy have the tile's columns.
+                unsafe { outer(s, &to[..ranks], h, (dy, rows), self.columns.clone()) };
             }
         }
         for i in (0..self.columns.len()).step_by(LANES) {

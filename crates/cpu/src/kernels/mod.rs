@@ -15,6 +15,8 @@ mod norm;
 mod quantize;
 mod rope;
 mod sum;
+#[cfg(test)]
+mod tests;
 
 use graph::{Arg, Call, DType, LoraOperand, Needs, NormOperand, Op, Unsupported};
 

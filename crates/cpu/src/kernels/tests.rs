@@ -1,0 +1,335 @@
+//! Promises of kernels beside attention, which has its own tests.
+
+use graph::{
+    Code, DType, GluKind, LoraOperand, NodeId, NormOperand, Op, Real, RopeAngles, RopeStyle,
+};
+
+use crate::Cpu;
+use crate::testing::{Case, Every, Random, devices, to_floats};
+
+/// The rows of an op's operands: `[rows, ..]` values that a call may hold any of.
+struct Rows {
+    rows: usize,
+    widths: Vec<Vec<usize>>,
+    values: Vec<Vec<f32>>,
+}
+
+impl Rows {
+    fn random(rows: usize, widths: &[&[usize]], random: &mut Random) -> Rows {
+        let size = |dims: &[usize]| dims.iter().product::<usize>();
+        Rows {
+            rows,
+            widths: widths.iter().map(|w| w.to_vec()).collect(),
+            values: widths.iter().map(|w| random.floats(rows * size(w))).collect(),
+        }
+    }
+
+    /// Leaves with some rows.
+    fn leaves(&self, case: &mut Case, rows: std::ops::Range<usize>) -> Vec<NodeId> {
+        let operands = self.widths.iter().zip(&self.values).enumerate();
+        operands
+            .map(|(i, (widths, values))| {
+                let n: usize = widths.iter().product();
+                let mut dims = vec![rows.len()];
+                dims.extend(widths);
+                case.floats(&format!("x{i}"), &dims, &values[rows.start * n..rows.end * n])
+            })
+            .collect()
+    }
+}
+
+/// Asserts that `op` gives each row the same bits alone, among others and in pieces.
+fn p5_rows(
+    what: &str,
+    rows: &Rows,
+    op: impl Fn(&mut Case, &[NodeId], std::ops::Range<usize>) -> NodeId,
+) {
+    let mut random = Random(rows.rows as u64);
+    for cpu in devices() {
+        let run = |range: std::ops::Range<usize>, stop: usize| -> Vec<u8> {
+            let mut case = Case::new();
+            let leaves = rows.leaves(&mut case, range.clone());
+            let out = op(&mut case, &leaves, range);
+            case.run_in_pieces(&cpu, &[out], &Every::new(stop)).unwrap().remove(0)
+        };
+        let whole = run(0..rows.rows, usize::MAX);
+        let width = whole.len() / rows.rows;
+        assert!(to_floats(&whole).iter().any(|&x| x != 0.0), "{what} is all zeros");
+        for trial in 0..12 {
+            let start = random.below(rows.rows);
+            let len = if trial % 2 == 0 { 1 } else { 1 + random.below(rows.rows - start) };
+            let part = run(start..start + len, 1 + trial % 3);
+            let same = part[..] == whole[start * width..(start + len) * width];
+            assert!(same, "{what} on {cpu:?}: rows {start}..{} are their own", start + len);
+        }
+    }
+}
+
+#[test]
+fn p5_rows_stand_alone() {
+    let mut random = Random(11);
+    let r = &mut random;
+    for n in [1, 15, 33, 576] {
+        let x = Rows::random(70, &[&[n]], r);
+        let w = r.floats(n);
+        p5_rows("RmsNorm", &x, |c, x, _| {
+            let w = c.floats("w", &[n], &w);
+            c.graph.rms_norm(x[0], w, 1e-5).unwrap()
+        });
+        let pair = Rows::random(70, &[&[n], &[n]], r);
+        p5_rows("RmsNormBack", &pair, |c, x, _| {
+            let w = c.floats("w", &[n], &w);
+            let op = Op::RmsNormBack { eps: Real::new(1e-5), wrt: NormOperand::X };
+            c.graph.push(op, &[x[0], w, x[1]], "n").unwrap()
+        });
+        for kind in [GluKind::Swiglu, GluKind::Geglu] {
+            p5_rows("Glu", &pair, |c, x, _| c.graph.push(Op::Glu(kind), x, "g").unwrap());
+        }
+        p5_rows("Sum", &x, |c, x, _| c.graph.sum(x[0], &[1]).unwrap());
+        if n == 1 {
+            continue; // the only label is certain
+        }
+        p5_rows("CrossEntropy", &x, |c, x, rows| {
+            let labels: Vec<i32> = rows.map(|row| (row % n) as i32).collect();
+            let labels = c.ints("labels", &[labels.len()], &labels);
+            let loss = c.graph.push(Op::CrossEntropy, &[x[0], labels], "l").unwrap();
+            let dy = c.graph.affine(loss, 1.0, 2.0).unwrap();
+            c.graph.push(Op::CrossEntropyBack, &[x[0], labels, dy], "l").unwrap()
+        });
+    }
+    let x = Rows::random(50, &[&[320]], r);
+    let q8 = DType::Block(gguf::TensorType::Q8_0);
+    p5_rows("QuantizeRows", &x, |c, x, _| c.graph.push(Op::QuantizeRows, x, "q").unwrap());
+    p5_rows("Cast", &x, |c, x, _| c.graph.cast(x[0], q8).unwrap());
+    for style in [RopeStyle::Interleaved, RopeStyle::Halves] {
+        let x = Rows::random(40, &[&[3, 50]], r);
+        p5_rows("Rope", &x, |c, x, rows| {
+            let positions: Vec<i32> = rows.map(|row| row as i32 * 7).collect();
+            let positions = c.ints("positions", &[positions.len()], &positions);
+            let angles = RopeAngles {
+                dims: 38,
+                base: Real::new(1e4),
+                freq_scale: Real::new(1.0),
+                factors: false,
+            };
+            let table = c.graph.push(Op::RopeTable(angles), &[positions], "t").unwrap();
+            c.graph.push(Op::Rope { style, inverse: false }, &[x[0], table], "r").unwrap()
+        });
+    }
+}
+
+/// Ranks of the slots of [`lora`].
+const RANKS: [usize; 3] = [8, 1, 21];
+
+/// Slots whose rows are mixed; negative ones have none.
+fn slots(rows: std::ops::Range<usize>) -> Vec<i32> {
+    rows.map(|row| [0, 2, -1, 2, 1, 2][row % 6]).collect()
+}
+
+#[test]
+fn p5_adapters_of_other_rows_do_not_matter() {
+    let mut random = Random(12);
+    for (k, n) in [(40, 72), (7, 600), (600, 15)] {
+        let weights: Vec<[Vec<f32>; 2]> =
+            RANKS.iter().map(|r| [random.floats(r * k), random.floats(r * n)]).collect();
+        let x = Rows::random(150, &[&[k], &[n]], &mut random);
+        let operands = |c: &mut Case| -> Vec<NodeId> {
+            let mut all = Vec::new();
+            for (i, ([a, b], rank)) in weights.iter().zip(RANKS).enumerate() {
+                all.push(c.floats(&format!("a{i}"), &[rank, k], a));
+                all.push(c.floats(&format!("b{i}"), &[n, rank], b));
+                all.push(c.floats(&format!("s{i}"), &[1], &[0.5 + i as f32]));
+            }
+            all
+        };
+        p5_rows("Lora", &x, |c, x, rows| {
+            let chosen = c.ints("rows", &[rows.len()], &slots(rows));
+            let mut args = vec![x[0], x[1], chosen];
+            args.extend(operands(c));
+            c.graph.push(Op::Lora { slots: 3 }, &args, "l").unwrap()
+        });
+        p5_rows("LoraBack", &x, |c, x, rows| {
+            let chosen = c.ints("rows", &[rows.len()], &slots(rows));
+            let mut args = vec![x[1], chosen];
+            args.extend(operands(c));
+            let op = Op::LoraBack { slots: 3, wrt: LoraOperand::X, slot: 0 };
+            c.graph.push(op, &args, "l").unwrap()
+        });
+    }
+}
+
+/// P6: gradients that sum over rows are the same on any number of threads and in pieces.
+#[test]
+fn p6_sums_over_rows_do_not_depend_on_threads() {
+    let mut random = Random(13);
+    let (rows, k, n) = (150, 333, 700);
+    let mut case = Case::new();
+    let x = case.random("x", &[rows, k], &mut random);
+    let dy = case.random("dy", &[rows, n], &mut random);
+    let dx = case.random("dx", &[rows, k], &mut random);
+    let w = case.random("w", &[k], &mut random);
+    let chosen = case.ints("rows", &[rows], &slots(0..rows));
+    let a = case.random("a", &[21, k], &mut random);
+    let b = case.random("b", &[n, 21], &mut random);
+    let scale = case.floats("scale", &[1], &[0.7]);
+    let ids: Vec<i32> = (0..rows).map(|_| random.below(40) as i32).collect();
+    let ids = case.ints("ids", &[rows], &ids);
+    let g = &mut case.graph;
+    let lora = |wrt| Op::LoraBack { slots: 3, wrt, slot: 2 };
+    let norm = Op::RmsNormBack { eps: Real::new(1e-5), wrt: NormOperand::Weight };
+    let outputs = [
+        g.push(lora(LoraOperand::A), &[x, dy, chosen, b, scale], "a").unwrap(),
+        g.push(lora(LoraOperand::B), &[x, dy, chosen, a, scale], "b").unwrap(),
+        g.push(norm, &[x, w, dx], "w").unwrap(),
+        g.push(Op::ScatterAdd { rows: 40 }, &[ids, dy], "s").unwrap(),
+        g.sum(dy, &[0]).unwrap(),
+        g.sum(dy, &[0, 1]).unwrap(),
+    ];
+    for cpus in devices().chunks(2) {
+        let one = case.run(&cpus[0], &outputs).unwrap();
+        for stop in 1..4 {
+            let two = case.run_in_pieces(&cpus[1], &outputs, &Every::new(stop)).unwrap();
+            assert!(one == two, "{:?}", cpus[0]);
+        }
+    }
+}
+
+/// The cache's format is ggml's, bit for bit.
+#[test]
+fn q8_0_equals_the_format_crate() {
+    let mut random = Random(14);
+    let mut values: Vec<f32> = random.floats(32 * 64);
+    for (i, block) in values.chunks_mut(32).enumerate() {
+        let scale = 10f32.powi(i as i32 % 60 - 40);
+        block.iter_mut().for_each(|x| *x *= scale);
+    }
+    values[..32].fill(0.0);
+    values[32..64].fill(-0.0);
+    // Halves: codes that lie between two integers exactly.
+    for (i, x) in values[64..96].iter_mut().enumerate() {
+        *x = if i == 0 { 127.0 } else { i as f32 - 15.5 };
+    }
+    let mut expected = vec![0; values.len() / 32 * 34];
+    gguf::blocks::quantize_q8_0(&values, &mut expected).unwrap();
+    let mut decoded = vec![0.0; values.len()];
+    gguf::blocks::dequantize(gguf::TensorType::Q8_0, &expected, &mut decoded).unwrap();
+    let q8 = DType::Block(gguf::TensorType::Q8_0);
+    for cpu in devices() {
+        let mut case = Case::new();
+        let x = case.floats("x", &[64, 32], &values);
+        let (cast, round) = (case.graph.cast(x, q8).unwrap(), case.graph.round(x, q8).unwrap());
+        let out = case.run(&cpu, &[cast, round]).unwrap();
+        assert!(out[0] == expected, "{cpu:?}");
+        let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&to_floats(&out[1])), bits(&decoded), "{cpu:?}");
+    }
+}
+
+/// A number that is not finite shows in what depends on it.
+#[test]
+fn nan_is_not_quantized_away() {
+    for bad in [f32::NAN, f32::INFINITY] {
+        let mut values = vec![0.5; 64];
+        values[40] = bad;
+        for cpu in devices() {
+            let mut case = Case::new();
+            let x = case.floats("x", &[1, 64], &values);
+            let q8 = DType::Block(gguf::TensorType::Q8_0);
+            let round = case.graph.round(x, q8).unwrap();
+            let rows = case.graph.push(Op::QuantizeRows, &[x], "q").unwrap();
+            let out = case.run(&cpu, &[round, rows]).unwrap();
+            let round = to_floats(&out[0]);
+            assert!(round[..32].iter().all(|x| x.is_finite()));
+            assert!(round[32..].iter().any(|x| !x.is_finite()));
+            let scales = to_floats(&out[1][64..72]);
+            assert!(scales[0].is_finite() && !scales[1].is_finite());
+        }
+    }
+}
+
+#[test]
+fn indices_out_of_range_are_faults() {
+    let cpu = Cpu::new(2, None).unwrap();
+    let fault = |build: &dyn Fn(&mut Case) -> NodeId, what: &str| {
+        let mut case = Case::new();
+        let out = build(&mut case);
+        let fault = case.run(&cpu, &[out]).map(|_| ()).unwrap_err();
+        assert_eq!((fault.code, &*fault.node), (Code::IndexOutOfRange, "node"));
+        assert!(fault.message.contains(what), "{}", fault.message);
+    };
+    for bad in [-1, 5, i32::MIN, i32::MAX] {
+        let text = bad.to_string();
+        fault(
+            &|c| {
+                let table = c.floats("table", &[5, 4], &[0.0; 20]);
+                let ids = c.ints("ids", &[2], &[4, bad]);
+                c.graph.gather(table, ids, "node").unwrap()
+            },
+            &text,
+        );
+        fault(
+            &|c| {
+                let x = c.floats("x", &[2, 4], &[0.0; 8]);
+                let ids = c.ints("ids", &[2], &[0, bad]);
+                c.graph.push(Op::ScatterAdd { rows: 5 }, &[ids, x], "node").unwrap()
+            },
+            &text,
+        );
+    }
+    for bad in [2, i32::MAX] {
+        let text = bad.to_string();
+        fault(
+            &|c| {
+                let x = c.floats("x", &[2, 2], &[0.0; 4]);
+                let labels = c.ints("labels", &[2], &[-1, bad]);
+                c.graph.push(Op::CrossEntropy, &[x, labels], "node").unwrap()
+            },
+            &text,
+        );
+        fault(
+            &|c| {
+                let x = c.floats("x", &[2, 2], &[0.0; 4]);
+                let rows = c.ints("rows", &[2], &[-1, bad]);
+                let one = c.floats("one", &[1], &[1.0]);
+                let args = [x, x, rows, x, x, one, x, x, one];
+                c.graph.push(Op::Lora { slots: 2 }, &args, "node").unwrap()
+            },
+            &text,
+        );
+    }
+}
+
+/// Sizes of nothing run, and give nothing or zeros.
+#[test]
+fn empty_operands_are_sums_of_nothing() {
+    for cpu in devices() {
+        let mut case = Case::new();
+        let x = case.floats("x", &[0, 32], &[]);
+        let w = case.floats("w", &[32], &[1.0; 32]);
+        let ids = case.ints("ids", &[0], &[]);
+        let b = case.floats("b", &[32, 2], &[1.0; 64]);
+        let a = case.floats("a", &[2, 32], &[1.0; 64]);
+        let scale = case.floats("scale", &[1], &[1.0]);
+        let g = &mut case.graph;
+        let lora = |wrt| Op::LoraBack { slots: 1, wrt, slot: 0 };
+        let norm = Op::RmsNormBack { eps: Real::new(1e-5), wrt: NormOperand::Weight };
+        let outputs = [
+            g.rms_norm(x, w, 1e-5).unwrap(),
+            g.push(Op::QuantizeRows, &[x], "q").unwrap(),
+            g.push(Op::ScatterAdd { rows: 3 }, &[ids, x], "s").unwrap(),
+            g.sum(x, &[0]).unwrap(),
+            g.sum(x, &[0, 1]).unwrap(),
+            g.push(norm, &[x, w, x], "n").unwrap(),
+            g.push(lora(LoraOperand::A), &[x, x, ids, b, scale], "a").unwrap(),
+            g.push(lora(LoraOperand::B), &[x, x, ids, a, scale], "b").unwrap(),
+            g.push(Op::Pad { dim: 0, before: 1, after: 1 }, &[x], "p").unwrap(),
+            g.concat(&[x, x], 1).unwrap(),
+        ];
+        let sizes = [0, 0, 96, 32, 1, 32, 64, 64, 64, 0];
+        let out = case.run(&cpu, &outputs).unwrap();
+        for (i, (bytes, size)) in out.iter().zip(sizes).enumerate() {
+            let values = to_floats(bytes);
+            assert!(values.len() == size && values.iter().all(|&x| x == 0.0), "output {i}");
+        }
+    }
+}
