@@ -8,7 +8,6 @@
 //! stopped and resumed.
 
 #![allow(unsafe_code)] // vectors and arena memory; every block says why it is sound
-#![cfg_attr(not(test), allow(dead_code))]
 #![allow(clippy::needless_range_loop)] // register blocks are indexed by constants
 
 mod arena;

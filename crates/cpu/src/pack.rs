@@ -219,6 +219,7 @@ impl PackedMatrix {
     /// # Errors
     /// `Fault` when it is not a matrix of floats or blocks, its bytes do not fit its shape, or
     /// memory is out.
+    #[cfg(test)]
     pub fn pack(tensor: &HostTensor<'_>) -> Result<PackedMatrix, Fault> {
         PackedMatrix::pack_with(tensor, |count, run| (0..count).for_each(run))
     }
@@ -273,6 +274,7 @@ impl PackedMatrix {
     }
 
     /// All panels, one after another.
+    #[cfg(test)]
     pub fn panels(&self) -> &[u8] {
         self.lines.bytes()
     }
