@@ -1,5 +1,16 @@
-//! Text on its way into a model and out of it: vocabularies, chat templates, sampling and
-//! streaming.
+//! Text on its way into a model and out of it.
+//!
+//! *Knows*: vocabularies as GGUF files carry them ([`Tokenizer`]), chat templates
+//! ([`ChatTemplate`]), how a conversation becomes tokens and which of them are trained on
+//! ([`conversation`](conversation())), how logits become a token ([`Sampler`]) and tokens become
+//! text ([`TextStream`]). *Must not know*: tensors and models, files beyond the metadata it is
+//! handed, HTTP.
+//!
+//! Everything but a template is a pure function of its arguments; a template may ask the clock,
+//! unless that is stopped. What comes from a file or a request is untrusted: every failure is an
+//! [`Error`] of one line, the time and memory that a text costs grow with its size, and what a
+//! template may cost has fixed limits.
+
 #![deny(clippy::indexing_slicing)]
 
 mod conversation;

@@ -133,6 +133,14 @@ pub struct Sampled {
 struct Candidate {
     id: u32,
     logit: f32,
+    /// The exponential of the logit, once there is no further filter.
+    weight: f32,
+}
+
+impl Candidate {
+    fn new(id: u32, logit: f32) -> Self {
+        Self { id, logit, weight: 0.0 }
+    }
 }
 
 /// More likely first, of equals the lower id: a total order, so that what a filter keeps does
@@ -206,19 +214,16 @@ impl Sampler {
             return Ok(Sampled { id: best.id, logprob: 0.0 });
         }
         self.filter()?;
-        let (max, log_total) = self.temper();
-        let weights = || self.candidates.iter().map(|c| f64::from(math::exp(c.logit)));
-        let target = weights().sum::<f64>() * self.rng.next_f64();
+        let (best, log_total) = self.temper();
+        let total: f64 = self.candidates.iter().map(|c| f64::from(c.weight)).sum();
+        let target = total * self.rng.next_f64();
         let mut sum = 0.0;
         // Rounding may leave the target unreached; the most likely token stands in for it.
-        let mut chosen = Candidate { id: max, logit: 0.0 };
-        for (candidate, weight) in self.candidates.iter().zip(weights()) {
-            sum += weight;
-            if sum > target {
-                chosen = *candidate;
-                break;
-            }
-        }
+        let reached = self.candidates.iter().find(|candidate| {
+            sum += f64::from(candidate.weight);
+            sum > target
+        });
+        let chosen = reached.copied().unwrap_or(Candidate::new(best, 0.0));
         Ok(Sampled { id: chosen.id, logprob: (chosen.logit - log_total).min(0.0) })
     }
 
@@ -235,14 +240,15 @@ impl Sampler {
         self.filter()?;
         let (_, log_total) = self.temper();
         let sampled = |c: &Candidate| Sampled { id: c.id, logprob: (c.logit - log_total).min(0.0) };
-        Ok(self.candidates.iter().filter(|c| math::exp(c.logit) > 0.0).map(sampled).collect())
+        Ok(self.candidates.iter().filter(|c| c.weight > 0.0).map(sampled).collect())
     }
 
     /// Copies the logits, adds the bias and takes off the penalties.
     fn adjust(&mut self, logits: &[f32], history: &[u32]) -> Result<(), Error> {
         check(logits, "")?;
         self.logits.clear();
-        self.logits.extend_from_slice(logits);
+        // -0 becomes 0, or equals could be told apart.
+        self.logits.extend(logits.iter().map(|logit| logit + 0.0));
         let size = logits.len();
         for (&id, &bias) in &self.config.logit_bias {
             *self.logits.get_mut(id as usize).ok_or(Error::Token { id, size })? += bias;
@@ -250,6 +256,9 @@ impl Sampler {
         let SamplerConfig { repeat_penalty, presence_penalty, frequency_penalty, .. } = self.config;
         let last = (self.config.repeat_last_n as usize).min(history.len());
         let idle = repeat_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0;
+        if idle && self.config.logit_bias.is_empty() {
+            return Ok(());
+        }
         if !idle {
             self.window.clear();
             self.window.extend(history.iter().rev().take(last));
@@ -269,33 +278,21 @@ impl Sampler {
     }
 
     fn argmax(&self) -> Result<Candidate, Error> {
-        let mut best = Candidate { id: 0, logit: f32::NEG_INFINITY };
-        for (&logit, id) in self.logits.iter().zip(0..) {
-            if logit > best.logit {
-                best = Candidate { id, logit };
-            }
+        let max = math::max(&self.logits);
+        let best = self.logits.iter().zip(0..).find(|(logit, _)| **logit == max);
+        match best {
+            Some((&logit, id)) if logit > f32::NEG_INFINITY => Ok(Candidate::new(id, logit)),
+            _ => Err(Error::Logits { what: "no token is left to choose from".into() }),
         }
-        if best.logit == f32::NEG_INFINITY {
-            return Err(Error::Logits { what: "no token is left to choose from".into() });
-        }
-        Ok(best)
     }
 
     /// Leaves the candidates that every filter keeps, in ascending order of id.
     fn filter(&mut self) -> Result<(), Error> {
         let Self { config, logits, candidates, .. } = self;
-        candidates.clear();
-        candidates.extend(
-            logits
-                .iter()
-                .zip(0..)
-                .filter(|(logit, _)| **logit > f32::NEG_INFINITY)
-                .map(|(&logit, id)| Candidate { id, logit }),
-        );
+        top_k(logits, config.top_k, candidates);
         if candidates.is_empty() {
             return Err(Error::Logits { what: "no token is left to choose from".into() });
         }
-        top_k(candidates, config.top_k);
         if config.typical_p < 1.0 {
             typical_p(candidates, config.typical_p);
         }
@@ -312,11 +309,12 @@ impl Sampler {
     /// first with the greatest logit, and the logarithm of the sum of their exponentials.
     fn temper(&mut self) -> (u32, f32) {
         let best = self.candidates.iter().min_by(|a, b| by_logit(a, b));
-        let Candidate { id, logit: max } = best.copied().unwrap_or(Candidate { id: 0, logit: 0.0 });
+        let Candidate { id, logit: max, .. } = best.copied().unwrap_or(Candidate::new(0, 0.0));
         let mut sum = LaneSum::new();
         for candidate in &mut self.candidates {
             candidate.logit = (candidate.logit - max) / self.config.temperature;
-            sum.add(candidate.id, math::exp(candidate.logit));
+            candidate.weight = math::exp(candidate.logit);
+            sum.add(candidate.id, candidate.weight);
         }
         (id, math::ln(sum.total()))
     }
@@ -324,17 +322,13 @@ impl Sampler {
 
 /// Refuses logits that no distribution can be made of.
 fn check(logits: &[f32], when: &str) -> Result<(), Error> {
-    // One pass without branches first: 0 times x is 0 for finite x, and not a number otherwise.
-    if logits.iter().fold(0.0, |sum, x| sum + 0.0 * x) == 0.0 {
+    let bad = |x: f32| x.is_nan() || x == f32::INFINITY;
+    if !logits.iter().fold(false, |any, &x| any | bad(x)) {
         return Ok(());
     }
-    match logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY) {
-        Some(i) => {
-            let value = logits.get(i).copied().unwrap_or(f32::NAN);
-            Err(Error::Logits { what: format!("logit {i} of {} is {value}{when}", logits.len()) })
-        }
-        None => Ok(()),
-    }
+    let (index, value) =
+        logits.iter().enumerate().find(|(_, x)| bad(**x)).unwrap_or((0, &f32::NAN));
+    Err(Error::Logits { what: format!("logit {index} of {} is {value}{when}", logits.len()) })
 }
 
 /// Log-probabilities relative to these candidates: subtract the result from a logit.
@@ -347,18 +341,34 @@ fn log_total(candidates: &[Candidate]) -> f32 {
     max + math::ln(sum.total())
 }
 
-fn by_id(candidates: &mut [Candidate]) {
+/// The `k` greatest logits, or all above `-inf` if `k` is 0, in ascending order of id.
+fn top_k(logits: &[f32], k: u32, candidates: &mut Vec<Candidate>) {
+    let k = if k == 0 { usize::MAX } else { k as usize };
+    candidates.clear();
+    // What is not above the k-th of those seen so far is out: of equals, the earlier stay.
+    let mut least = f32::NEG_INFINITY;
+    let full = k.saturating_mul(2).max(256);
+    for (&logit, id) in logits.iter().zip(0..) {
+        if logit > least {
+            candidates.push(Candidate::new(id, logit));
+            if candidates.len() == full {
+                least = keep_greatest(candidates, k);
+            }
+        }
+    }
+    keep_greatest(candidates, k);
     candidates.sort_unstable_by_key(|c| c.id);
 }
 
-fn top_k(candidates: &mut Vec<Candidate>, k: u32) {
-    let k = k as usize;
-    if k == 0 || k >= candidates.len() {
-        return;
+/// Leaves the `k` greatest and gives the least of their logits.
+fn keep_greatest(candidates: &mut Vec<Candidate>, k: usize) -> f32 {
+    if candidates.len() <= k {
+        return f32::NEG_INFINITY;
     }
-    candidates.select_nth_unstable_by(k - 1, by_logit);
+    let (_, last, _) = candidates.select_nth_unstable_by(k - 1, by_logit);
+    let least = last.logit;
     candidates.truncate(k);
-    by_id(candidates);
+    least
 }
 
 /// Keeps the first candidates in `order` until `enough` says that their probabilities suffice.
@@ -387,7 +397,7 @@ fn take_until(
         piece *= 8;
     }
     candidates.truncate(kept);
-    by_id(candidates);
+    candidates.sort_unstable_by_key(|c| c.id);
 }
 
 fn top_p(candidates: &mut Vec<Candidate>, p: f32) {

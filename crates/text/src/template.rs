@@ -2,11 +2,13 @@
 //!
 //! A template is a Jinja2 program that comes with the model, and so is not to be trusted. It is
 //! parsed and run on a thread of its own, whose stack is large enough for whatever its bounded
-//! source and its bounded work can nest; the work, the recursion and the size of the output have
-//! limits, and running into one is an error like any other.
+//! source and its bounded work can nest; the work, the recursion, the time and the size of the
+//! output have limits, and running into one is an error like any other.
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use gguf::Metadata;
 use minijinja::syntax::SyntaxConfig;
@@ -34,6 +36,10 @@ const MAX_OUTPUT: usize = 16 << 20;
 /// Steps of the engine in one rendering, where 64 bytes of data cost a step too. A conversation
 /// of 1000 messages takes some 100,000.
 const FUEL: u64 = 1_000_000;
+/// Longest that one rendering, or parsing, may take. Milliseconds are usual. The steps bound the
+/// time already, but for lists that hold one another many times over: to walk those (comparing
+/// them, joining them to a string) is a single step to the engine.
+const MAX_TIME: Duration = Duration::from_secs(10);
 /// Levels of recursion as the engine counts them, where a macro within a macro takes about five.
 const MAX_RECURSION: usize = 500;
 /// The stack of the thread. Data may nest once per step, and walking or dropping it takes up to
@@ -60,7 +66,7 @@ struct Inner {
 struct Program {
     /// File and key, for errors.
     origin: String,
-    environment: Environment<'static>,
+    environment: Arc<Environment<'static>>,
 }
 
 /// The texts of tokens that templates write out. Empty where the model has none.
@@ -107,7 +113,7 @@ impl ChatTemplate {
     pub fn from_metadata(metadata: &Metadata, tokenizer: &Tokenizer) -> Result<Self, Error> {
         let Some(source) = metadata.opt_str(KEY)? else {
             return Err(Error::Vocabulary {
-                file: metadata.file().to_owned(),
+                file: one_line(metadata.file()),
                 key: KEY,
                 what: format!(
                     "is missing, so this is a base model; expected a chat template; choose a \
@@ -170,12 +176,17 @@ impl ChatTemplate {
                 .enumerate()
                 .map(|(index, message)| message.to_template(index, parse_arguments))
                 .collect::<Result<_, _>>()?;
-            let inner = &*self.inner;
-            let program = match &inner.tools {
-                Some(program) if !tools.is_empty() => program,
-                _ => &inner.main,
+            let input = Input {
+                messages,
+                tools: tools.to_vec(),
+                add_generation_prompt,
+                tokens: self.inner.tokens.clone(),
+                now: self.now,
             };
-            program.run(&inner.tokens, self.now, &messages, tools, add_generation_prompt)
+            match &self.inner.tools {
+                Some(program) if !tools.is_empty() => program.run(input, MAX_TIME),
+                _ => self.inner.main.run(input, MAX_TIME),
+            }
         };
         // Most templates take the arguments of a call as an object and write it as JSON; some
         // take the string that the interface has and join it to others, which an object is not.
@@ -189,6 +200,7 @@ impl ChatTemplate {
 
 impl Program {
     fn parse(origin: String, source: &str) -> Result<Self, Error> {
+        let origin = one_line(&origin);
         let refuse = |what| Err(Error::Template { origin: origin.clone(), what });
         if source.len() > MAX_SOURCE {
             let bytes = source.len();
@@ -199,51 +211,58 @@ impl Program {
             return refuse(format!("has {operators} operators; expected at most {MAX_OPERATORS}"));
         }
         let source = without_generation_tags(source);
-        let result = on_large_stack(|| {
+        let place = origin.clone();
+        let environment = apart(&origin, MAX_TIME, move || {
             let mut environment = environment();
-            environment.add_template_owned(NAME, source).map(|()| environment)
-        });
-        match result {
-            Ok(Ok(environment)) => Ok(Self { origin, environment }),
-            Ok(Err(error)) => Err(template_error(&origin, &error)),
-            Err(error) => refuse(error),
-        }
+            match environment.add_template_owned(NAME, source) {
+                Ok(()) => Ok(Arc::new(environment)),
+                Err(error) => Err(template_error(&place, &error)),
+            }
+        })?;
+        Ok(Self { origin, environment })
     }
 
-    fn run(
-        &self,
-        tokens: &SpecialTokens,
-        now: Option<i64>,
-        messages: &[serde_json::Value],
-        tools: &[serde_json::Value],
-        add_generation_prompt: bool,
-    ) -> Result<String, Error> {
-        let result = on_large_stack(|| {
-            // Absent tools and documents are `None` there, not an empty list.
-            let tools = (!tools.is_empty()).then_some(tools);
-            let context = minijinja::context! {
-                messages => Value::from(Serde(messages)),
-                tools => Value::from(Serde(tools)),
-                documents => Value::from(()),
-                add_generation_prompt,
-                bos_token => tokens.bos.as_str(),
-                eos_token => tokens.eos.as_str(),
-                unk_token => tokens.unknown.as_str(),
-                pad_token => tokens.pad.as_str(),
-                strftime_now => Value::from_function(move |format: &str| {
-                    python::strftime(now.unwrap_or_else(clock), format)
-                }),
-            };
+    fn run(&self, input: Input, within: Duration) -> Result<String, Error> {
+        let Self { origin, environment } = self;
+        let (place, environment) = (origin.clone(), Arc::clone(environment));
+        let output = apart(origin, within, move || {
             let mut output = Bounded(Vec::new());
-            let template = self.environment.get_template(NAME)?;
-            let done = template.render_captured_to(context, &mut output).map(drop);
-            done.map(|()| output.0)
-        });
-        let refuse = |what| Error::Template { origin: self.origin.clone(), what };
-        match result {
-            Ok(Ok(output)) => String::from_utf8(output).map_err(|e| refuse(e.to_string())),
-            Ok(Err(error)) => Err(template_error(&self.origin, &error)),
-            Err(error) => Err(refuse(error)),
+            let template = environment.get_template(NAME);
+            template
+                .and_then(|t| t.render_captured_to(input.into_context(), &mut output).map(drop))
+                .map_err(|error| template_error(&place, &error))?;
+            Ok(output.0)
+        })?;
+        String::from_utf8(output)
+            .map_err(|e| Error::Template { origin: origin.clone(), what: e.to_string() })
+    }
+}
+
+/// What a template is rendered with.
+struct Input {
+    messages: Vec<serde_json::Value>,
+    tools: Vec<serde_json::Value>,
+    add_generation_prompt: bool,
+    tokens: SpecialTokens,
+    now: Option<i64>,
+}
+
+impl Input {
+    fn into_context(self) -> Value {
+        let now = self.now;
+        minijinja::context! {
+            messages => Value::from(Serde(self.messages)),
+            // Absent tools and documents are `None` there, not an empty list.
+            tools => Value::from(Serde((!self.tools.is_empty()).then_some(self.tools))),
+            documents => Value::from(()),
+            add_generation_prompt => self.add_generation_prompt,
+            bos_token => self.tokens.bos,
+            eos_token => self.tokens.eos,
+            unk_token => self.tokens.unknown,
+            pad_token => self.tokens.pad,
+            strftime_now => Value::from_function(move |format: &str| {
+                python::strftime(now.unwrap_or_else(clock), format)
+            }),
         }
     }
 }
@@ -270,16 +289,29 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// Runs `work` on a thread of its own with a large stack. The error says why there is none.
-fn on_large_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String> {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new()
-            .name("template".into())
-            .stack_size(STACK)
-            .spawn_scoped(scope, work)
-            .map_err(|e| format!("cannot be run: no thread for it: {e}"))?;
-        thread.join().map_err(|_| "the template engine panicked".to_owned())
-    })
+/// Does `work` on a thread of its own, with a large stack, and waits for it no longer than
+/// `within`. Work that takes longer is left to its thread: it cannot be stopped from outside.
+fn apart<T: Send + 'static>(
+    origin: &str,
+    within: Duration,
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    let refuse = |what| Err(Error::Template { origin: origin.to_owned(), what });
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let thread = std::thread::Builder::new().name("template".into()).stack_size(STACK).spawn(
+        // Nobody waits for what comes too late.
+        move || drop(sender.send(work())),
+    );
+    if let Err(error) = thread {
+        return refuse(format!("cannot be run, as there is no thread for it: {error}"));
+    }
+    match receiver.recv_timeout(within) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Timeout) => {
+            refuse(format!("does not end within {within:?}; it may never end"))
+        }
+        Err(RecvTimeoutError::Disconnected) => refuse("makes its engine fail".to_owned()),
+    }
 }
 
 /// Seconds since 1970, UTC.
@@ -344,10 +376,9 @@ fn template_error(origin: &str, error: &minijinja::Error) -> Error {
         });
         next = error.source();
     }
-    let origin = one_line(origin);
     let origin = match line {
         Some(line) => format!("{origin} line {line}"),
-        None => origin,
+        None => origin.to_owned(),
     };
     Error::Template { origin, what: what.unwrap_or_default() }
 }

@@ -2,7 +2,7 @@
 //!
 //! Part of the real-model suite: needs `--features real-models` and the models under
 //! `$GRADUS_HOME/models`, and fails where one is missing.
-#![allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests
 #![cfg(feature = "real-models")]
 
 mod common;

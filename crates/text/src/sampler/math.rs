@@ -61,6 +61,19 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { y }
 }
 
+/// The greatest of numbers that are none of them not a number; `-inf` for none.
+#[inline]
+pub(crate) fn max(values: &[f32]) -> f32 {
+    // In lanes, which the order does not show in.
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for chunk in values.chunks(LANES) {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x > *lane { x } else { *lane };
+        }
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
+}
+
 /// The natural logarithm of a sum, rounded once from the f64 result.
 #[inline]
 pub(crate) fn ln(x: f32) -> f32 {
@@ -71,13 +84,10 @@ pub(crate) fn ln(x: f32) -> f32 {
 /// subtracted first, in the fixed order of 16 lanes (see the module). `-inf` for no logits or
 /// none above `-inf`; not a number where a logit is not a number or is `+inf`.
 pub fn log_sum_exp(logits: &[f32]) -> f32 {
-    let mut max = f32::NEG_INFINITY;
-    for &x in logits {
-        if x.is_nan() || x == f32::INFINITY {
-            return f32::NAN;
-        }
-        max = max.max(x);
+    if logits.iter().fold(false, |any, x| any | x.is_nan()) {
+        return f32::NAN;
     }
+    let max = max(logits);
     if max == f32::NEG_INFINITY {
         return max;
     }

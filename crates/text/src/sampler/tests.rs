@@ -230,7 +230,7 @@ fn the_path_of_a_filter_changes_no_bit() {
     order[40..].iter().for_each(|&id| masked[id as usize] = f32::NEG_INFINITY);
     let some: Vec<Candidate> = (0..5000)
         .filter(|&id| masked[id as usize] > f32::NEG_INFINITY)
-        .map(|id| Candidate { id, logit: masked[id as usize] })
+        .map(|id| Candidate::new(id, masked[id as usize]))
         .collect();
     assert_eq!(log_total(&some).to_bits(), log_sum_exp(&masked).to_bits());
 }

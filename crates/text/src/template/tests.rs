@@ -54,6 +54,24 @@ fn a_template_that_never_ends_is_stopped() {
 }
 
 #[test]
+fn work_that_is_one_step_to_the_engine_is_not_waited_for() {
+    // Two lists of two lists of ..., 2^27 leaves in 27 pairs: compared leaf by leaf.
+    let source = "{% set a = namespace(x=1) %}{% set b = namespace(x=1) %}{% for i in range(27) %}\
+                  {% set a.x = [a.x, a.x] %}{% set b.x = [b.x, b.x] %}{% endfor %}\
+                  {{ a.x == b.x }}";
+    let program = Program::parse("p".into(), source).unwrap();
+    let input = Input {
+        messages: Vec::new(),
+        tools: Vec::new(),
+        add_generation_prompt: false,
+        tokens: tokens(),
+        now: None,
+    };
+    let error = program.run(input, Duration::from_millis(30)).unwrap_err().to_string();
+    assert_eq!(error, "p: does not end within 30ms; it may never end");
+}
+
+#[test]
 fn output_is_bounded() {
     // 40 MB cost 625,000 steps, which are allowed.
     let source = "{% set x = 'x' * 10000000 %}{{ x }}{{ x }}";

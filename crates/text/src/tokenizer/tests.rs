@@ -312,3 +312,66 @@ fn time_is_nearly_linear_in_any_text() {
         "the text has 268435457 bytes; at most 268435456 can be tokenized at once"
     );
 }
+
+#[test]
+fn no_vocabulary_makes_it_panic() {
+    let mut rng = crate::sampler::Rng::new(11);
+    let mut below = move |n: u64| rng.next_u64() % n;
+    let pieces =
+        ["", "a", "ab", "Ġ", "▁", "<0x41>", "<0xG1>", "<s>", "é", "\u{2581}a", "a b", " ", "Ä"];
+    let (mut built, mut refused) = (0, 0);
+    for round in 0..3000 {
+        let mut metadata = if round % 2 == 0 { byte_bpe_metadata() } else { small_spm_metadata() };
+        for _ in 0..1 + below(3) {
+            let mut tokens = metadata.strings(TOKENS).unwrap().to_vec();
+            let mut types = metadata.i32s(TYPES).unwrap().to_vec();
+            let at = below(tokens.len() as u64) as usize;
+            match below(9) {
+                0 => tokens[at] = pieces[below(13) as usize].repeat(1 + below(4) as usize),
+                1 => {
+                    let at = at % types.len();
+                    types[at] = below(9) as i32 - 1;
+                }
+                2 => tokens.truncate(at.max(1)),
+                3 => types.truncate(at.max(1)),
+                4 => drop(metadata.insert("tokenizer.ggml.bos_token_id", below(300) as u32)),
+                5 => drop(metadata.insert("tokenizer.ggml.unknown_token_id", below(300) as u32)),
+                6 => drop(metadata.insert("general.name", "phi-3 of some kind")),
+                7 => {
+                    let names: Vec<&str> = pre::names().collect();
+                    metadata.insert(PRE, names[below(names.len() as u64) as usize]);
+                }
+                _ if round % 2 == 0 => {
+                    let mut merges = metadata.strings(MERGES).unwrap().to_vec();
+                    let piece = |n: u64| pieces[n as usize % 13];
+                    merges.push(format!("{} {}", piece(below(13)), piece(below(13))));
+                    metadata.insert(MERGES, merges);
+                }
+                _ => {
+                    let mut scores = metadata.f32s(SCORES).unwrap().to_vec();
+                    let wild = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, -0.0];
+                    let at = below(scores.len() as u64) as usize;
+                    scores[at] = wild[below(5) as usize];
+                    metadata.insert(SCORES, scores);
+                }
+            }
+            metadata.insert(TOKENS, tokens);
+            metadata.insert(TYPES, types);
+        }
+        match Tokenizer::from_metadata(&metadata) {
+            Err(error) => {
+                assert!(!error.to_string().contains('\n'), "{error}");
+                refused += 1;
+            }
+            Ok(t) => {
+                built += 1;
+                let text = "ab <s>▁a\u{0}é<0x41>\n hello <|im_end|> <tool> 12345ABC日本";
+                for options in [Encode::TEXT, Encode::PROMPT, Encode::DOCUMENT] {
+                    let ids = t.encode(text, options).unwrap();
+                    t.decode(&ids, true).unwrap();
+                }
+            }
+        }
+    }
+    assert!(built > 500 && refused > 500, "{built} {refused}");
+}

@@ -5,7 +5,7 @@ use gguf::Metadata;
 use super::texts::{Strings, Texts};
 use super::{bytes, spm};
 use crate::Error;
-use crate::error::shown;
+use crate::error::{one_line, shown};
 
 /// Flags of a token.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -162,7 +162,7 @@ const FILL_IN_THE_MIDDLE: &[(&[&str], &[&str])] = &[
 const FILL_ENDS: usize = 3;
 
 pub(super) fn bad(metadata: &Metadata, key: &'static str, what: impl Into<String>) -> Error {
-    Error::Vocabulary { file: metadata.file().to_owned(), key, what: what.into() }
+    Error::Vocabulary { file: one_line(metadata.file()), key, what: what.into() }
 }
 
 impl Vocabulary {
