@@ -13,6 +13,23 @@ pub(crate) const ALIGN: usize = 64;
 /// The smallest page: touching one byte in each makes an allocation real.
 const PAGE: usize = 4096;
 
+/// Allocations below this are not held against what the system says it has.
+const CHECKED: usize = 64 << 20;
+
+/// Bytes that the system can give without taking them from somebody, where it says so. Touching
+/// more would not fail: it would end a process, perhaps this one.
+fn available() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    field(&text, "MemAvailable:")
+}
+
+/// A field of `/proc/meminfo`, in bytes.
+fn field(meminfo: &str, name: &str) -> Option<usize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
 /// Zeroed memory aligned to [`ALIGN`], freed when dropped.
 pub(crate) struct Memory {
     start: NonNull<u8>,
@@ -31,6 +48,9 @@ impl Memory {
         if bytes == 0 {
             let start = NonNull::new(std::ptr::without_provenance_mut(ALIGN))?;
             return Some(Memory { start, layout: None, bytes });
+        }
+        if bytes >= CHECKED && available().is_some_and(|have| bytes > have) {
+            return None;
         }
         let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
         // SAFETY: the layout's size is not 0.
@@ -161,7 +181,9 @@ mod tests {
 
     #[test]
     fn too_much_memory_is_a_fault() {
-        for bytes in [1 << 60, usize::MAX] {
+        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let total = field(&meminfo, "MemTotal:").unwrap_or(1 << 60);
+        for bytes in [total, 1 << 60, usize::MAX] {
             let Err(fault) = CpuArena::new(bytes) else { panic!("{bytes} bytes were found") };
             assert_eq!(fault.code, Code::OutOfMemory);
         }

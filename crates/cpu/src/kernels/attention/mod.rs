@@ -24,6 +24,12 @@ use crate::job::{Input, Job, Scratch};
 /// The most query rows of a tile; keys are transposed once for all of them.
 const QUERY_ROWS: usize = 32;
 
+/// The fewest rows and heads of a tile of many that make transposing its keys worth it.
+const QUERIES: usize = 16;
+
+/// Multiplications of a tile that should not be exceeded: one or two milliseconds.
+const TILE_WORK: usize = 1 << 27;
+
 /// Where the operands of an op are.
 #[derive(Copy, Clone)]
 struct Places {
@@ -58,7 +64,7 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
         dense(call, 5, DType::F32)?;
         dense_last(call, 6)?;
     }
-    let mut converted = 0;
+    let (mut converted, mut cached) = (0, 0);
     if let Some(at) = places.prefix {
         let pages = 1 + usize::from(places.values.is_some());
         for i in at..at + pages {
@@ -71,10 +77,13 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
                 return super::no_kernel(format!("pages of {dtype}"));
             }
         }
-        dense(call, at + pages, DType::I32)?;
+        let table = dense(call, at + pages, DType::I32)?;
         converted = KEYS;
+        cached = table.shape.cols().saturating_mul(call.args[at].shape.dim(1));
     }
-    let blocks = Blocks::new(q.shape.dim(0), seqs.shape.dim(0), q.shape.dim(1), k.shape.dim(1));
+    let work = q.shape.dim(0).saturating_add(cached).saturating_mul(width + values);
+    let heads = (q.shape.dim(1), k.shape.dim(1));
+    let blocks = Blocks::new(q.shape.dim(0), seqs.shape.dim(0), heads, work);
     Ok(needs(&buffers(&blocks, width, values, converted)))
 }
 
@@ -125,12 +134,15 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks of rows no longer than what a sequence has on average; where that gives a single
-    /// tile, two that split the heads.
-    fn new(rows: usize, seqs: usize, heads: usize, key_heads: usize) -> Blocks {
-        let per_tile = rows.div_ceil(seqs.max(1)).clamp(1, QUERY_ROWS);
-        let rows = Tiles::new(rows, per_tile);
+    /// Blocks of rows no longer than what a sequence has on average, and of no more than
+    /// [`TILE_WORK`] when a row of a head takes up to `work`; where that gives a single tile, two
+    /// that split the heads.
+    fn new(rows: usize, seqs: usize, heads: (usize, usize), work: usize) -> Blocks {
+        let (heads, key_heads) = heads;
         let group = heads / key_heads.max(1);
+        let quick = TILE_WORK / work.saturating_mul(group).max(1);
+        let most = quick.max(QUERIES.div_ceil(group.max(1))).min(QUERY_ROWS);
+        let rows = Tiles::new(rows, rows.div_ceil(seqs.max(1)).clamp(1, most));
         let heads = if rows.count * key_heads == 1 { group.div_ceil(2) } else { group };
         Blocks { rows, heads: heads.max(1), group, key_heads }
     }
@@ -235,6 +247,8 @@ impl<'a> Operands<'a> {
                 columns: table.arg.shape.cols(),
             })
         });
+        let cached = prefix.as_ref().map_or(0, |p| p.columns.saturating_mul(p.keys.page));
+        let work = rows.saturating_add(cached).saturating_mul(width + value_width);
         Some(Operands {
             attrs: *attrs,
             q: Heads::new(&q),
@@ -247,7 +261,7 @@ impl<'a> Operands<'a> {
             key_heads,
             width,
             value_width,
-            blocks: Blocks::new(rows, seqs.arg.shape.dim(0), heads, key_heads),
+            blocks: Blocks::new(rows, seqs.arg.shape.dim(0), (heads, key_heads), work),
         })
     }
 
