@@ -277,17 +277,12 @@ impl Tokenizer {
         let specials = if options.parse_special { &self.specials } else { &self.user_defined };
         let mut pieces = Vec::new();
         let mut scratch = Scratch::default();
-        let mut after_special = true;
         for fragment in specials.partition(text) {
             match fragment {
-                Fragment::Token { id, start } => {
-                    pieces.push(Piece { id, start: start as u32 });
-                    after_special = true;
-                }
+                Fragment::Token { id, start } => pieces.push(Piece { id, start: start as u32 }),
                 Fragment::Text { start, end } => {
                     let part = text.get(start..end).unwrap_or_default();
-                    self.encode_plain(start as u32, part, after_special, &mut scratch, &mut pieces);
-                    after_special = false;
+                    self.encode_plain(start as u32, part, &mut scratch, &mut pieces);
                 }
             }
         }
@@ -305,23 +300,13 @@ impl Tokenizer {
         Ok(pieces)
     }
 
-    fn encode_plain(
-        &self,
-        offset: u32,
-        text: &str,
-        after_special: bool,
-        scratch: &mut Scratch,
-        out: &mut Vec<Piece>,
-    ) {
+    fn encode_plain(&self, offset: u32, text: &str, scratch: &mut Scratch, out: &mut Vec<Piece>) {
         let texts = &self.vocabulary.texts;
         match &self.model {
             Model::Bpe(bpe) => bpe.pre.split(text, &mut |at, word| {
                 bpe.encode(texts, offset + at as u32, word, scratch, out);
             }),
-            Model::Spm(spm) => {
-                let space = spm.add_space_prefix && after_special;
-                spm.encode(texts, offset, text, space, out);
-            }
+            Model::Spm(spm) => spm.encode(texts, offset, text, out),
         }
     }
 }

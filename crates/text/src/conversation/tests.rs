@@ -150,6 +150,15 @@ fn a_span_within_a_token_is_no_token() {
 }
 
 #[test]
+fn spans_that_touch_are_both_trained() {
+    let tokenizer = byte_bpe();
+    let template = template(&tokenizer, "{% for m in messages %}{{ m.content }};{% endfor %}");
+    let list = [("user", "a"), ("assistant", "b"), ("assistant", "c"), ("user", "d")];
+    let got = conversation(&tokenizer, &template, &messages(&list), &[]).unwrap();
+    assert_eq!(marked(&tokenizer, &got), "a;[b;c;]d;");
+}
+
+#[test]
 fn tools_reach_the_template() {
     let tokenizer = byte_bpe();
     let template = template(

@@ -19,7 +19,7 @@ pub(super) struct Spm {
     pub(super) unknown: Option<u32>,
     /// The longest token, in bytes.
     pub(super) longest: usize,
-    /// A text begins with a space that is not there.
+    /// A text, and what follows a special token, begins with a space that is not there.
     pub(super) add_space_prefix: bool,
 }
 
@@ -69,19 +69,13 @@ impl PartialEq for Pair {
 impl Eq for Pair {}
 
 impl Spm {
-    /// Appends the tokens of `text`, which begins at byte `offset` of the caller's, after a
-    /// space if `space`.
-    pub(super) fn encode(
-        &self,
-        vocabulary: &Texts,
-        offset: u32,
-        text: &str,
-        space: bool,
-        out: &mut Vec<Piece>,
-    ) {
+    /// Appends the tokens of `text`, which begins at byte `offset` of the caller's: at its start
+    /// or after a special token.
+    pub(super) fn encode(&self, vocabulary: &Texts, offset: u32, text: &str, out: &mut Vec<Piece>) {
         let mut escaped = String::with_capacity(text.len() + SPACE.len_utf8());
         let mut symbols: Vec<Symbol> = Vec::with_capacity(text.len() + 1);
-        let chars = space.then_some((0, ' ')).into_iter().chain(text.char_indices());
+        let space = self.add_space_prefix.then_some((0, ' '));
+        let chars = space.into_iter().chain(text.char_indices());
         for (at, c) in chars {
             let (index, start) = (symbols.len() as u32, escaped.len() as u32);
             escaped.push(if c == ' ' { SPACE } else { c });

@@ -93,6 +93,16 @@ fn merges_go_by_rank_and_from_the_left() {
 }
 
 #[test]
+fn the_first_of_equal_merges_counts() {
+    let mut metadata = byte_bpe_metadata();
+    let mut merges = metadata.strings(MERGES).unwrap().to_vec();
+    merges.push("a b".into());
+    metadata.insert(MERGES, merges);
+    let t = Tokenizer::from_metadata(&metadata).unwrap();
+    assert_eq!(texts(&t, "abc", Encode::TEXT), ["abc"]);
+}
+
+#[test]
 fn scores_decide_and_then_the_left() {
     let t = small_spm();
     let plain = |text: &str| texts(&t, text, Encode::TEXT);
@@ -165,13 +175,16 @@ fn tokens_that_end_a_generation_are_collected() {
     let names = ["<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|fim_pad|>"];
     tokens.extend(names.map(String::from));
     let mut types = metadata.i32s(TYPES).unwrap().to_vec();
-    types.extend([3; 5]);
+    // Control tokens by their names, whatever the file says.
+    types.extend([1, 3, 4, 3, 4]);
     metadata.insert(TOKENS, tokens);
     metadata.insert(TYPES, types);
     let t = Tokenizer::from_metadata(&metadata).unwrap();
     let ends = |name: &str| t.is_eog(t.id_of(name).unwrap());
     assert!(!ends("<|end|>") && ends("<|return|>") && ends("<|call|>") && ends("<|fim_pad|>"));
-    assert!(!t.is_control(t.id_of("<|channel|>").unwrap()));
+    let control = |name: &str| t.is_control(t.id_of(name).unwrap());
+    assert!(control("<|return|>") && control("<|call|>") && control("<|fim_pad|>"));
+    assert!(!control("<|channel|>") && !control("<|end|>"));
 }
 
 #[test]
