@@ -32,8 +32,10 @@ fn real(quick: bool) -> Result<(), String> {
         hub::resolve(name).map_err(|e| format!("{e} (or `cargo run --release -- pull {name}`)"))?;
     }
     let models = models.join(",");
-    // Token goldens and chat templates, then what the whole binary holds.
-    cargo(&models, &["-p", "gradus-text", "--features", "real-models"])?;
+    // Token goldens, then what the whole binary holds.
+    let tokens = ["-p", "gradus-text", "--features", "real-models", "--test", "real_vocab"];
+    let which: &[&str] = if quick { &["smollm2"] } else { &[] };
+    cargo(&models, &[&tokens[..], which].concat())?;
     let ours = ["-p", "gradus", "--test", "real", "--", "--ignored", "--nocapture"];
     let which: &[&str] = if quick { &["perplexity"] } else { &["--test-threads", "1"] };
     cargo(&models, &[&ours[..], which].concat())
@@ -48,6 +50,7 @@ fn cargo(models: &str, args: &[&str]) -> Result<(), String> {
         .args(["test", "--release"])
         .args(args)
         .env("GRADUS_REAL", models)
+        .env("GRADUS_HOME", hub::home().map_err(|e| e.to_string())?)
         .status()
         .map_err(|e| format!("cannot run {shown}: {e}"))?;
     if status.success() { Ok(()) } else { Err(format!("{shown} failed")) }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use graph::{DType, Device, Leaf, Recompute, Segment};
+use graph::{DType, Device, Recompute};
 use model::{Engine, EngineConfig, Model, Rows, WantLogits};
 use serde_json::Value;
 use train::{Example, Gradients, GraphConfig, Parameters, Window};
@@ -171,31 +171,9 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
         let window = Window { examples: vec![Example { tokens: tokens.to_vec(), weights }] };
         let trained = gradients.of(&window, 1.0, &parameters, &()).unwrap().loss;
         let row = &served[0][(t - 1) * vocab..t * vocab];
-        let served = likelihood(model.device().as_ref(), row, tokens[t]);
-        assert_eq!(trained as f32, served, "{what}: token {t} as it is trained");
+        let served = engine.log_probs(row, &tokens[t..=t]).unwrap()[0];
+        assert_eq!(trained as f32, -served, "{what}: token {t} as it is trained");
     }
-}
-
-/// The negative log-likelihood of a token, from its logits, by the kernel that trains.
-fn likelihood(device: &dyn Device, logits: &[f32], token: u32) -> f32 {
-    let mut graph = graph::Graph::new();
-    let shape = graph::Shape::new(&[1, logits.len()]).unwrap();
-    let row = graph.leaf("logits", shape, DType::F32).unwrap();
-    let shape = graph::Shape::new(&[1]).unwrap();
-    let label = graph.leaf("label", shape, DType::I32).unwrap();
-    let nll = graph.push(graph::Op::CrossEntropy, &[row, label], "nll").unwrap();
-    let plan = graph::plan(&graph, &[nll], device).unwrap();
-    let token = [token as i32];
-    let bind = |slot: &graph::LeafSlot| match slot.node == row {
-        true => Leaf::Host(bytemuck::cast_slice(logits)),
-        false => Leaf::Host(bytemuck::cast_slice(&token)),
-    };
-    let leaves: Vec<Leaf<'_>> = plan.leaves.iter().map(bind).collect();
-    let mut arena = device.arena(plan.arena_bytes).unwrap();
-    device.run(&plan, &leaves, arena.as_mut(), Segment::default(), &()).unwrap();
-    let mut value = [0f32];
-    arena.read(plan.outputs[0].range.clone(), bytemuck::cast_slice_mut(&mut value)).unwrap();
-    value[0]
 }
 
 /// The demo: the adapter learns what the model cannot know.

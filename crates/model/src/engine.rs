@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use graph::{Arena, DType, Leaf, NodeId, Plan, Segment};
+use graph::{Arena, DType, Graph, Leaf, NodeId, Op, Plan, Segment, Shape};
 
 use crate::{Adapter, Cache, Error, Model, Net, NetConfig, Result, SeqId};
 
@@ -350,6 +350,50 @@ impl Engine {
             self.cache.advance(part.rows.seq, part.rows.tokens.len());
         }
         Ok(())
+    }
+
+    /// The model's own log-probabilities, in nats: of `labels[i]` under row `i` of `logits`
+    /// (`[labels.len(), vocab]`, as [`Engine::forward`] gives them), without temperature,
+    /// penalties or filters. The kernel of the training loss computes them, so these are the
+    /// trainer's numbers, bit for bit.
+    ///
+    /// # Errors
+    /// When a label is outside of the vocabulary, the logits are not one row per label, or the
+    /// device fails.
+    pub fn log_probs(&mut self, logits: &[f32], labels: &[u32]) -> Result<Vec<f32>> {
+        let vocab = self.model.geometry().vocab;
+        if let Some(bad) = labels.iter().find(|&&t| t as usize >= vocab) {
+            return Err(Error::new(format!("token {bad} is outside of the vocabulary of {vocab}")));
+        }
+        if logits.len() != labels.len() * vocab {
+            let (n, rows) = (logits.len(), labels.len());
+            return Err(Error::new(format!("{n} logits for {rows} labels of {vocab} each")));
+        }
+        if labels.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut graph = Graph::new();
+        let rows = graph.leaf("logits", Shape::new(&[labels.len(), vocab])?, DType::F32)?;
+        let ids = graph.leaf("labels", Shape::new(&[labels.len()])?, DType::I32)?;
+        let nll = graph.push(Op::CrossEntropy, &[rows, ids], "nll")?;
+        let device = self.model.device().clone();
+        let plan = graph::plan(&graph, &[nll], device.as_ref())?;
+        let labels: Vec<i32> = labels.iter().map(|&t| t as i32).collect();
+        let bind = |slot: &graph::LeafSlot| match slot.node == rows {
+            true => Leaf::Host(bytemuck::cast_slice(logits)),
+            false => ints(&labels),
+        };
+        let leaves: Vec<Leaf<'_>> = plan.leaves.iter().map(bind).collect();
+        if self.arena.bytes() < plan.arena_bytes {
+            self.arena = device.arena(plan.arena_bytes)?;
+        }
+        device.run(&plan, &leaves, self.arena.as_mut(), Segment::default(), &())?;
+        let mut values = vec![0f32; labels.len()];
+        if let Some(slot) = plan.outputs.first() {
+            self.arena.read(slot.range.clone(), bytemuck::cast_slice_mut(&mut values))?;
+        }
+        values.iter_mut().for_each(|nll| *nll = -*nll);
+        Ok(values)
     }
 
     /// The index of the prepared graph for a configuration, building it if it is new.

@@ -65,12 +65,8 @@ pub fn perplexity(
             for tokens in rest.chunks(piece) {
                 let rows = Rows { seq, tokens, adapter, want: WantLogits::All };
                 let logits = engine.forward(&[rows])?.pop().unwrap_or_default();
-                for (row, &label) in
-                    logits.chunks_exact(vocab).zip(labels.by_ref().take(tokens.len()))
-                {
-                    let logprob = text::sampler::log_prob(row, label).ok_or_else(|| {
-                        Error::new(format!("token {label} is outside of the vocabulary"))
-                    })?;
+                let labels: Vec<u32> = labels.by_ref().take(tokens.len()).copied().collect();
+                for logprob in engine.log_probs(&logits, &labels)? {
                     let nll = -f64::from(logprob);
                     sum += nll;
                     squares += nll * nll;

@@ -16,7 +16,6 @@ mod math;
 mod rng;
 
 use math::LaneSum;
-pub use math::{log_prob, log_sum_exp};
 pub use rng::Rng;
 
 /// The settings of a [`Sampler`]. The default is llama.cpp's.
@@ -125,7 +124,7 @@ pub struct Sampled {
     /// Its log-probability under the distribution it was drawn from (after bias, penalties,
     /// filters and temperature), in nats: finite, at most 0, and 0 at temperature 0, where the
     /// choice is certain. A trainer that needs the probability a token was sampled with needs
-    /// this one; the model's own is [`log_prob`].
+    /// this one; the model's own comes from the device that computed the logits.
     pub logprob: f32,
 }
 

@@ -359,7 +359,6 @@ pub fn loss_of(
     examples: &[Example],
     adapter: Option<usize>,
 ) -> Result<f64> {
-    let vocab = engine.model().geometry().vocab;
     let (mut sum, mut total) = (0.0, 0.0);
     for example in examples {
         let n = example.tokens.len().saturating_sub(1);
@@ -369,10 +368,10 @@ pub fn loss_of(
         let logits = engine.forward(&[rows]);
         engine.cache().close(seq);
         let logits = logits?.pop().unwrap_or_default();
-        let next = example.tokens.iter().zip(&example.weights).skip(1);
-        for (row, (&label, &weight)) in logits.chunks_exact(vocab).zip(next) {
+        let labels = example.tokens.get(1..).unwrap_or(&[]);
+        let weights = example.weights.iter().skip(1);
+        for (logprob, &weight) in engine.log_probs(&logits, labels)?.into_iter().zip(weights) {
             if weight != 0.0 {
-                let logprob = text::sampler::log_prob(row, label).unwrap_or(f32::NEG_INFINITY);
                 sum -= f64::from(weight) * f64::from(logprob);
                 total += f64::from(weight);
             }

@@ -82,8 +82,10 @@ pub(crate) fn ln(x: f32) -> f32 {
 
 /// `ln(sum(exp(logits)))` over `[vocabulary]` logits, in nats, with the greatest logit
 /// subtracted first, in the fixed order of 16 lanes (see the module). `-inf` for no logits or
-/// none above `-inf`; not a number where a logit is not a number or is `+inf`.
-pub fn log_sum_exp(logits: &[f32]) -> f32 {
+/// none above `-inf`; not a number where a logit is not a number or is `+inf`. What the sampler
+/// sums over its candidates is held to this.
+#[cfg(test)]
+pub(crate) fn log_sum_exp(logits: &[f32]) -> f32 {
     if logits.iter().fold(false, |any, x| any | x.is_nan()) {
         return f32::NAN;
     }
@@ -107,7 +109,8 @@ pub fn log_sum_exp(logits: &[f32]) -> f32 {
 
 /// The model's own log-probability of token `id`, in nats: `logits[id] - log_sum_exp(logits)`,
 /// without temperature, penalties or filters. At most 0; `None` if `id` is out of range.
-pub fn log_prob(logits: &[f32], id: u32) -> Option<f32> {
+#[cfg(test)]
+pub(crate) fn log_prob(logits: &[f32], id: u32) -> Option<f32> {
     let logit = *logits.get(id as usize)?;
     Some((logit - log_sum_exp(logits)).min(0.0))
 }
@@ -161,6 +164,23 @@ mod tests {
             padded.extend([f32::NEG_INFINITY; 37]);
             assert_eq!(log_sum_exp(&padded).to_bits(), got.to_bits());
         }
+    }
+
+    #[test]
+    fn lanes_are_added_as_the_tree_says() {
+        // The order shows: 1 is lost beside 2^24 unless it meets another 1 first.
+        let sum = |of: &[(u32, f32)]| {
+            let mut sum = LaneSum::new();
+            of.iter().for_each(|&(i, x)| sum.add(i, x));
+            sum.total()
+        };
+        let big = 16_777_216.0;
+        for step in [8, 4, 2] {
+            assert_eq!(sum(&[(0, big), (15, 1.0), (15 - step, 1.0)]), big + 2.0, "{step}");
+        }
+        assert_eq!(sum(&[(0, big), (8, 1.0), (4, 1.0)]), big);
+        assert_eq!(sum(&[(3, big), (19, 1.0), (35, 1.0)]), big);
+        assert_eq!(sum(&[(3, 1.0), (19, 1.0), (35, big)]), big + 2.0);
     }
 
     #[test]

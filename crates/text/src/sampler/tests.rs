@@ -1,5 +1,6 @@
 use std::collections::BTreeSet;
 
+use super::math::{log_prob, log_sum_exp};
 use super::*;
 
 fn random_logits(len: usize, seed: u64, spread: f32) -> Vec<f32> {
