@@ -196,6 +196,16 @@ impl Gguf {
         })
     }
 
+    /// Says that the bytes of a tensor have been copied and will hardly be read again, so that
+    /// the system may take back the memory its part of the map takes. Nothing else changes; does
+    /// nothing for a name that is not there or a file that is not mapped.
+    pub fn release(&self, name: &str) {
+        let Some(Tensor { info, .. }) = self.tensor(name) else { return };
+        if let Some(Bytes::Map(map)) = self.parts.get(info.part) {
+            crate::map::release(map, info.start, info.len);
+        }
+    }
+
     fn at<'a>(&'a self, info: &'a TensorInfo) -> Tensor<'a> {
         // `place` has checked that the range lies in the part.
         let part: &[u8] = self.parts.get(info.part).map_or(&[], |part| part);

@@ -24,3 +24,18 @@ pub(crate) fn map(file: &File) -> io::Result<Mmap> {
     // guaranteed by any program; the module's documentation says what we do about it.
     unsafe { Mmap::map(file) }
 }
+
+/// Lets the system take back the memory behind `len` bytes from `start`: reading them again reads
+/// the file again. Advice only; a system that does not take it keeps the pages.
+pub(crate) fn release(map: &Mmap, start: usize, len: usize) {
+    if start.checked_add(len).is_none_or(|end| end > map.len()) {
+        return;
+    }
+    #[cfg(unix)]
+    {
+        let advice = memmap2::UncheckedAdvice::DontNeed;
+        // SAFETY: the map is read-only and of a file, so that a page that is dropped comes back
+        // with the file's bytes when it is next read: nothing changes for whoever holds a slice.
+        let _ = unsafe { map.unchecked_advise_range(advice, start, len) };
+    }
+}

@@ -124,5 +124,7 @@ fn load_one(file: &gguf::Gguf, name: &str, device: &dyn Device) -> Result<Weight
     let dtype = DType::from(tensor.info.ty);
     let host = HostTensor { dtype, shape, bytes: tensor.bytes };
     let storage = Storage::Resident(device.load(&host)?);
+    // Or the peak would hold the file beside the packed weights.
+    file.release(name);
     Ok(Weight { shape, dtype, storage })
 }
