@@ -46,6 +46,44 @@ impl Graph {
         self.push(Op::Affine { scale: scale.into(), bias: bias.into() }, &[x], &name)
     }
 
+    /// The lesser of two, broadcast.
+    pub fn min(&mut self, a: NodeId, b: NodeId) -> Made {
+        let name = self.named_after(a)?;
+        self.push(Op::Binary(Binary::Min), &[a, b], &name)
+    }
+
+    /// The greater of two, broadcast.
+    pub fn max(&mut self, a: NodeId, b: NodeId) -> Made {
+        let name = self.named_after(a)?;
+        self.push(Op::Binary(Binary::Max), &[a, b], &name)
+    }
+
+    /// `x` kept within two bounds, either of which may be infinite.
+    pub fn clamp(&mut self, x: NodeId, min: f32, max: f32) -> Made {
+        let name = self.named_after(x)?;
+        self.push(Op::Clamp { min: min.into(), max: max.into() }, &[x], &name)
+    }
+
+    /// A constant.
+    pub fn fill(&mut self, value: f32, shape: Shape) -> Made {
+        self.push(Op::Fill { value: value.into(), shape }, &[], "constant")
+    }
+
+    /// A gated linear unit over one tensor whose last dimension holds the gate, then the linear
+    /// half (the other way round when `swapped`). Of an odd width the last element is in neither,
+    /// and its gradient is exactly zero.
+    pub fn glu_fused(&mut self, x: NodeId, kind: GluKind, swapped: bool, name: &str) -> Made {
+        let shape = self.get(x)?.shape;
+        let Some(last) = shape.rank().checked_sub(1) else {
+            return Err(Invalid::new(format!("node `{name}`: a scalar has no halves")));
+        };
+        let half = shape.dim(last) / 2;
+        let first = self.slice(x, last, 0, half)?;
+        let second = self.slice(x, last, half, half)?;
+        let (gate, up) = if swapped { (second, first) } else { (first, second) };
+        self.push(Op::Glu(kind), &[gate, up], name)
+    }
+
     /// Sum over the given dimensions, which stay with size 1.
     pub fn sum(&mut self, x: NodeId, dims: &[usize]) -> Made {
         let name = self.named_after(x)?;
@@ -57,6 +95,14 @@ impl Graph {
             set |= 1 << d;
         }
         self.push(Op::Sum { dims: set }, &[x], &name)
+    }
+
+    /// Mean over the given dimensions, which stay with size 1; of no elements it is 0.
+    pub fn mean(&mut self, x: NodeId, dims: &[usize]) -> Made {
+        let shape = self.get(x)?.shape;
+        let sum = self.sum(x, dims)?;
+        let parts = shape.elements() / self.get(sum)?.shape.elements().max(1);
+        self.affine(sum, 1.0 / parts.max(1) as f32, 0.0)
     }
 
     /// Repeats dimensions of size 1 up to `shape`.

@@ -220,6 +220,14 @@ fn unbroadcast(g: &mut Graph, dy: NodeId, shape: Shape) -> Made {
     g.reshape(sum, shape.dims())
 }
 
+/// The density of the normal distribution, `e^(-x^2/2) / sqrt(2 pi)`.
+fn normal_density(g: &mut Graph, x: NodeId) -> Made {
+    let xx = g.mul(x, x)?;
+    // The bias is -ln(sqrt(2 pi)).
+    let exponent = g.affine(xx, -0.5, -0.918_938_5)?;
+    g.unary(Unary::Exp, exponent)
+}
+
 const NO_SECOND_ORDER: &str = "it is a gradient op, and there are no second-order gradients";
 const INDEX: &str = "the operand is an index: nothing changes smoothly with it";
 const LABEL: &str = "the operand holds labels: nothing changes smoothly with them";
@@ -267,6 +275,19 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
                 unbroadcast(g, dx, x_shape)
             }))
         }
+        Op::Binary(kind @ (Binary::Min | Binary::Max)) => {
+            // The second operand has the gradient where it is chosen, the first everywhere else:
+            // also where both are equal.
+            let (a, b) = (arg(0), arg(1));
+            let (low, high) = if *kind == Binary::Min { (b, a) } else { (a, b) };
+            Is(Box::new(move |g, dy| {
+                let gap = g.sub(high, low)?;
+                let second = g.unary(Unary::Step, gap)?;
+                let mask = if i == 0 { g.affine(second, -1.0, 1.0)? } else { second };
+                let dx = g.mul(dy, mask)?;
+                unbroadcast(g, dx, x_shape)
+            }))
+        }
         Op::Unary(Unary::Tanh) => Is(Box::new(move |g, dy| {
             let yy = g.mul(y, y)?;
             let slope = g.affine(yy, -1.0, 1.0)?;
@@ -303,10 +324,84 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         })),
         Op::Unary(Unary::Exp) => Is(Box::new(move |g, dy| g.mul(dy, y))),
         Op::Unary(Unary::Log) => Is(Box::new(move |g, dy| g.div(dy, x))),
+        Op::Unary(Unary::Neg) => Is(Box::new(move |g, dy| g.affine(dy, -1.0, 0.0))),
+        Op::Unary(Unary::Abs) => Is(Box::new(move |g, dy| {
+            let sign = g.unary(Unary::Sign, x)?;
+            g.mul(dy, sign)
+        })),
+        Op::Unary(Unary::Sqr) => Is(Box::new(move |g, dy| {
+            let slope = g.affine(x, 2.0, 0.0)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Sqrt) => Is(Box::new(move |g, dy| {
+            let half = g.affine(dy, 0.5, 0.0)?;
+            g.div(half, y)
+        })),
+        Op::Unary(Unary::Rsqrt) => Is(Box::new(move |g, dy| {
+            let slope = g.div(y, x)?;
+            let slope = g.affine(slope, -0.5, 0.0)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Expm1) => Is(Box::new(move |g, dy| {
+            // Not y + 1, which cancels where x is far below 0.
+            let slope = g.unary(Unary::Exp, x)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Log1p) => Is(Box::new(move |g, dy| {
+            let inverse = g.affine(x, 1.0, 1.0)?;
+            g.div(dy, inverse)
+        })),
+        Op::Unary(Unary::Sin) => Is(Box::new(move |g, dy| {
+            let slope = g.unary(Unary::Cos, x)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Cos) => Is(Box::new(move |g, dy| {
+            let slope = g.unary(Unary::Sin, x)?;
+            let slope = g.affine(slope, -1.0, 0.0)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Relu) => {
+            let op = Op::ClampBack { min: Real::new(0.0), max: Real::new(f32::INFINITY) };
+            Is(Box::new(move |g, dy| g.push(op, &[x, dy], &name)))
+        }
+        Op::Unary(Unary::NormalCdf) => Is(Box::new(move |g, dy| {
+            let slope = normal_density(g, x)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::GeluErf) => Is(Box::new(move |g, dy| {
+            // Phi(x) + x Phi'(x)
+            let density = normal_density(g, x)?;
+            let tail = g.mul(x, density)?;
+            let head = g.unary(Unary::NormalCdf, x)?;
+            let slope = g.add(head, tail)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::GeluQuick) => Is(Box::new(move |g, dy| {
+            // s + c y (1 - s), with s = sigmoid(c x)
+            let c = 1.702;
+            let inner = g.affine(x, c, 0.0)?;
+            let s = g.unary(Unary::Sigmoid, inner)?;
+            let rest = g.affine(s, -c, c)?;
+            let tail = g.mul(y, rest)?;
+            let slope = g.add(s, tail)?;
+            g.mul(dy, slope)
+        })),
+        Op::Unary(Unary::Softplus) => Is(Box::new(move |g, dy| {
+            let slope = g.unary(Unary::Sigmoid, x)?;
+            g.mul(dy, slope)
+        })),
+        // Flat but for a jump at 0: the gradient is zero, not absent.
+        Op::Unary(Unary::Step | Unary::Sign) => Is(Box::new(move |g, _| g.fill(0.0, x_shape))),
         Op::Affine { scale, .. } => {
             let scale = scale.get();
             Is(Box::new(move |g, dy| g.affine(dy, scale, 0.0)))
         }
+        Op::Clamp { min, max } => {
+            let op = Op::ClampBack { min: *min, max: *max };
+            Is(Box::new(move |g, dy| g.push(op, &[x, dy], &name)))
+        }
+        Op::ClampBack { .. } => Not(NO_SECOND_ORDER),
+        Op::Fill { .. } => Not("a constant has no operands"),
         Op::Glu(kind) => {
             let (kind, gate, up) = (*kind, arg(0), arg(1));
             let wrt = if i == 0 { GluOperand::Gate } else { GluOperand::Up };

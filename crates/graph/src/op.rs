@@ -13,12 +13,12 @@ pub struct Real(u32);
 
 impl Real {
     /// Wraps a value.
-    pub fn new(value: f32) -> Real {
+    pub const fn new(value: f32) -> Real {
         Real(value.to_bits())
     }
 
     /// The value.
-    pub fn get(self) -> f32 {
+    pub const fn get(self) -> f32 {
         f32::from_bits(self.0)
     }
 }
@@ -47,6 +47,16 @@ pub enum Binary {
     Mul,
     /// `a / b`
     Div,
+    /// The lesser; where both are equal, `a` (which then has the gradient)
+    Min,
+    /// The greater; where both are equal, `a` (which then has the gradient)
+    Max,
+}
+
+impl Binary {
+    /// All of them.
+    pub const ALL: [Binary; 6] =
+        [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div, Binary::Min, Binary::Max];
 }
 
 /// An elementwise function of one operand.
@@ -64,6 +74,66 @@ pub enum Unary {
     Exp,
     /// `ln x`
     Log,
+    /// `-x`
+    Neg,
+    /// `|x|`
+    Abs,
+    /// `x^2`
+    Sqr,
+    /// `sqrt x`
+    Sqrt,
+    /// `1 / sqrt x`
+    Rsqrt,
+    /// `e^x - 1`, accurate near 0
+    Expm1,
+    /// `ln(1 + x)`, accurate near 0
+    Log1p,
+    /// `sin x`
+    Sin,
+    /// `cos x`
+    Cos,
+    /// `max(x, 0)`; its derivative at 0 is 0
+    Relu,
+    /// The exact form of GELU: `x * Phi(x)`, Phi the distribution function of the normal
+    GeluErf,
+    /// The quick form of GELU: `x * sigmoid(1.702 x)`
+    GeluQuick,
+    /// `Phi(x) = (1 + erf(x / sqrt 2)) / 2`, accurate in both tails
+    NormalCdf,
+    /// `ln(1 + e^x)`, without overflow
+    Softplus,
+    /// 1 above 0, else 0. Its gradient is zero: it is flat almost everywhere
+    Step,
+    /// -1, 0 or 1 as x is below, at or above 0. Its gradient is zero, as that of `Step`
+    Sign,
+}
+
+impl Unary {
+    /// All of them.
+    pub const ALL: [Unary; 22] = [
+        Unary::Tanh,
+        Unary::Sigmoid,
+        Unary::Silu,
+        Unary::Gelu,
+        Unary::Exp,
+        Unary::Log,
+        Unary::Neg,
+        Unary::Abs,
+        Unary::Sqr,
+        Unary::Sqrt,
+        Unary::Rsqrt,
+        Unary::Expm1,
+        Unary::Log1p,
+        Unary::Sin,
+        Unary::Cos,
+        Unary::Relu,
+        Unary::GeluErf,
+        Unary::GeluQuick,
+        Unary::NormalCdf,
+        Unary::Softplus,
+        Unary::Step,
+        Unary::Sign,
+    ];
 }
 
 /// The activation of a gated linear unit `act(gate) * up`.
@@ -73,6 +143,32 @@ pub enum GluKind {
     Swiglu,
     /// GEGLU: `gelu(gate) * up`, tanh form
     Geglu,
+    /// GEGLU with the exact form, [`Unary::GeluErf`]
+    GegluErf,
+    /// GEGLU with the quick form, [`Unary::GeluQuick`]
+    GegluQuick,
+    /// ReGLU: `max(gate, 0) * up`
+    Reglu,
+    /// gpt-oss: `g * sigmoid(alpha g) * (u + 1)` with `g = min(gate, limit)` and
+    /// `u = clamp(up, -limit, limit)`; a clamped value has gradient 0
+    SwigluOai {
+        /// Multiplies the argument of the sigmoid.
+        alpha: Real,
+        /// The bound, above 0, perhaps infinite.
+        limit: Real,
+    },
+}
+
+impl GluKind {
+    /// All of them, with the constants of gpt-oss.
+    pub const ALL: [GluKind; 6] = [
+        GluKind::Swiglu,
+        GluKind::Geglu,
+        GluKind::GegluErf,
+        GluKind::GegluQuick,
+        GluKind::Reglu,
+        GluKind::SwigluOai { alpha: Real::new(1.702), limit: Real::new(7.0) },
+    ];
 }
 
 /// Which operand of a gated linear unit a gradient is for.
@@ -169,10 +265,34 @@ pub enum Op {
         /// Addend.
         bias: Real,
     },
-    /// `(f gate [.., n], f up [.., n]) -> f [.., n]`: `act(gate) * up`.
+    /// `(f x) -> f`: `x` kept within two bounds, either of which may be infinite and then never
+    /// clamps.
+    Clamp {
+        /// The least value.
+        min: Real,
+        /// The greatest value, not below `min`.
+        max: Real,
+    },
+    /// `(f x, f dy) -> f`: gradient of [`Op::Clamp`]: `dy` where `x` is strictly within the
+    /// bounds, else 0 (at a bound too).
+    ClampBack {
+        /// As in the forward op.
+        min: Real,
+        /// As in the forward op.
+        max: Real,
+    },
+    /// `() -> f`: one value everywhere.
+    Fill {
+        /// The value.
+        value: Real,
+        /// The resulting shape.
+        shape: Shape,
+    },
+    /// `(f gate [.., n], f up [.., n]) -> f [.., n]`: `act(gate) * up`; see [`GluKind`].
     Glu(GluKind),
     /// `(f gate, f up, f dy) -> f`: gradient of [`Op::Glu`] for one operand.
-    /// `Up`: `dy * act(gate)`; `Gate`: `dy * up * act'(gate)`.
+    /// `Up`: `dy * act(gate)`; `Gate`: `dy * up * act'(gate)`; with the factors of
+    /// [`GluKind::SwigluOai`] where it has others.
     GluBack {
         /// The activation.
         kind: GluKind,
@@ -361,17 +481,46 @@ impl Op {
             Op::Binary(Binary::Sub) => "Sub",
             Op::Binary(Binary::Mul) => "Mul",
             Op::Binary(Binary::Div) => "Div",
+            Op::Binary(Binary::Min) => "Min",
+            Op::Binary(Binary::Max) => "Max",
             Op::Unary(Unary::Tanh) => "Tanh",
             Op::Unary(Unary::Sigmoid) => "Sigmoid",
             Op::Unary(Unary::Silu) => "Silu",
             Op::Unary(Unary::Gelu) => "Gelu",
             Op::Unary(Unary::Exp) => "Exp",
             Op::Unary(Unary::Log) => "Log",
+            Op::Unary(Unary::Neg) => "Neg",
+            Op::Unary(Unary::Abs) => "Abs",
+            Op::Unary(Unary::Sqr) => "Sqr",
+            Op::Unary(Unary::Sqrt) => "Sqrt",
+            Op::Unary(Unary::Rsqrt) => "Rsqrt",
+            Op::Unary(Unary::Expm1) => "Expm1",
+            Op::Unary(Unary::Log1p) => "Log1p",
+            Op::Unary(Unary::Sin) => "Sin",
+            Op::Unary(Unary::Cos) => "Cos",
+            Op::Unary(Unary::Relu) => "Relu",
+            Op::Unary(Unary::GeluErf) => "GeluErf",
+            Op::Unary(Unary::GeluQuick) => "GeluQuick",
+            Op::Unary(Unary::NormalCdf) => "NormalCdf",
+            Op::Unary(Unary::Softplus) => "Softplus",
+            Op::Unary(Unary::Step) => "Step",
+            Op::Unary(Unary::Sign) => "Sign",
             Op::Affine { .. } => "Affine",
+            Op::Clamp { .. } => "Clamp",
+            Op::ClampBack { .. } => "ClampBack",
+            Op::Fill { .. } => "Fill",
             Op::Glu(GluKind::Swiglu) => "Swiglu",
             Op::Glu(GluKind::Geglu) => "Geglu",
+            Op::Glu(GluKind::GegluErf) => "GegluErf",
+            Op::Glu(GluKind::GegluQuick) => "GegluQuick",
+            Op::Glu(GluKind::Reglu) => "Reglu",
+            Op::Glu(GluKind::SwigluOai { .. }) => "SwigluOai",
             Op::GluBack { kind: GluKind::Swiglu, .. } => "SwigluBack",
             Op::GluBack { kind: GluKind::Geglu, .. } => "GegluBack",
+            Op::GluBack { kind: GluKind::GegluErf, .. } => "GegluErfBack",
+            Op::GluBack { kind: GluKind::GegluQuick, .. } => "GegluQuickBack",
+            Op::GluBack { kind: GluKind::Reglu, .. } => "RegluBack",
+            Op::GluBack { kind: GluKind::SwigluOai { .. }, .. } => "SwigluOaiBack",
             Op::Sum { .. } => "Sum",
             Op::Broadcast { .. } => "Broadcast",
             Op::Reshape { .. } => "Reshape",

@@ -41,6 +41,19 @@ fn epsilon(eps: Real) -> std::result::Result<(), String> {
     want(eps >= 0.0 && eps.is_finite(), || format!("eps must be finite and not negative, is {eps}"))
 }
 
+fn bounds(min: Real, max: Real) -> std::result::Result<(), String> {
+    let (min, max) = (min.get(), max.get());
+    want(min <= max, || format!("the bounds {min} and {max} are out of order or no numbers"))
+}
+
+fn glu(kind: GluKind) -> std::result::Result<(), String> {
+    let GluKind::SwigluOai { alpha, limit } = kind else { return Ok(()) };
+    let (alpha, limit) = (alpha.get(), limit.get());
+    want(alpha.is_finite() && limit > 0.0, || {
+        format!("alpha {alpha} must be finite and the limit {limit} above 0")
+    })
+}
+
 fn same(a: Shape, b: Shape) -> std::result::Result<(), String> {
     want(a == b, || format!("shapes {a} and {b} differ"))
 }
@@ -152,15 +165,35 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             })?;
             Ok((f, x.1))
         }
-        Op::Glu(_) => {
+        Op::Clamp { min, max } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            bounds(*min, *max)?;
+            Ok((f, x.1))
+        }
+        Op::ClampBack { min, max } => {
+            f32s(args, &[0, 1])?;
+            let [x, dy] = operands(args)?;
+            bounds(*min, *max)?;
+            same(x.1, dy.1)?;
+            Ok((f, x.1))
+        }
+        Op::Fill { value, shape } => {
+            let [] = operands(args)?;
+            want(value.get().is_finite(), || format!("the value {} is not finite", value.get()))?;
+            Ok((f, *shape))
+        }
+        Op::Glu(kind) => {
             f32s(args, &[0, 1])?;
             let [gate, up] = operands(args)?;
+            glu(*kind)?;
             same(gate.1, up.1)?;
             Ok((f, up.1))
         }
-        Op::GluBack { .. } => {
+        Op::GluBack { kind, .. } => {
             f32s(args, &[0, 1, 2])?;
             let [gate, up, dy] = operands(args)?;
+            glu(*kind)?;
             same(gate.1, up.1)?;
             same(up.1, dy.1)?;
             Ok((f, up.1))

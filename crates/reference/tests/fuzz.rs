@@ -66,18 +66,15 @@ impl Fuzzer {
         let real = self.real();
         match self.0.below(30) {
             0 => {
-                let kind = self.pick(&[Binary::Add, Binary::Sub, Binary::Mul, Binary::Div]);
+                let kind = self.pick(&Binary::ALL);
                 let other = if self.one_in(2) { d.clone() } else { self.dims() };
                 (Op::Binary(kind), vec![f(&d), f(&other)])
             }
-            1 => {
-                let all = [Unary::Tanh, Unary::Sigmoid, Unary::Silu, Unary::Gelu, Unary::Exp];
-                (Op::Unary(self.pick(&all)), vec![f(&d)])
-            }
+            1 => (Op::Unary(self.pick(&Unary::ALL)), vec![f(&d)]),
             2 => (Op::Affine { scale: real, bias: real }, vec![f(&d)]),
-            3 => (Op::Glu(self.pick(&[GluKind::Swiglu, GluKind::Geglu])), vec![f(&d), f(&d)]),
+            3 => (Op::Glu(self.pick(&GluKind::ALL)), vec![f(&d), f(&d)]),
             4 => {
-                let kind = self.pick(&[GluKind::Swiglu, GluKind::Geglu]);
+                let kind = self.pick(&GluKind::ALL);
                 let wrt = self.pick(&[GluOperand::Gate, GluOperand::Up]);
                 (Op::GluBack { kind, wrt }, vec![f(&d), f(&d), f(&d)])
             }

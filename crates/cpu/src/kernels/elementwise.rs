@@ -213,18 +213,153 @@ maps! {
     Sub, 2: |s, [a, b]| s.sub(a, b);
     Mul, 2: |s, [a, b]| s.mul(a, b);
     Div, 2: |s, [a, b]| s.div(a, b);
-    Tanh, 1: |s, [x]| s.tanh(x);
-    Sigmoid, 1: |s, [x]| s.sigmoid(x);
-    Silu, 1: |s, [x]| silu(s, x);
-    Gelu, 1: |s, [x]| gelu(s, x);
-    Exp, 1: |s, [x]| s.exp(x);
-    Log, 1: |s, [x]| s.log(x);
-    Swiglu, 2: |s, [gate, up]| s.mul(silu(s, gate), up);
-    Geglu, 2: |s, [gate, up]| s.mul(gelu(s, gate), up);
-    SwigluUp, 3: |s, [gate, _, dy]| s.mul(dy, silu(s, gate));
-    GegluUp, 3: |s, [gate, _, dy]| s.mul(dy, gelu(s, gate));
-    SwigluGate, 3: |s, [gate, up, dy]| s.mul(s.mul(dy, up), silu_slope(s, gate));
-    GegluGate, 3: |s, [gate, up, dy]| s.mul(s.mul(dy, up), gelu_slope(s, gate));
+    // Of equals the first; the machine's own would give the second.
+    Min, 2: |s, [a, b]| s.select(s.lt(b, a), b, a);
+    Max, 2: |s, [a, b]| s.select(s.lt(a, b), b, a);
+}
+
+/// A function of one element; chosen per vector, which costs nothing beside the function and
+/// keeps one loop for all of them.
+#[derive(Copy, Clone)]
+struct Function(Unary);
+
+impl Map<1> for Function {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [x]: [S::F32; 1]) -> S::F32 {
+        let (zero, one) = (s.zero(), s.splat(1.0));
+        match self.0 {
+            Unary::Tanh => s.tanh(x),
+            Unary::Sigmoid => s.sigmoid(x),
+            Unary::Silu => s.mul(x, s.sigmoid(x)),
+            Unary::Gelu => gelu(s, x),
+            Unary::Exp => s.exp(x),
+            Unary::Log => s.log(x),
+            Unary::Neg => s.neg(x),
+            Unary::Abs => s.abs(x),
+            Unary::Sqr => s.mul(x, x),
+            Unary::Sqrt => s.sqrt(x),
+            Unary::Rsqrt => s.div(one, s.sqrt(x)),
+            Unary::Expm1 => s.expm1(x),
+            Unary::Log1p => s.log1p(x),
+            Unary::Sin => s.lane_by_lane(x, f64::sin),
+            Unary::Cos => s.lane_by_lane(x, f64::cos),
+            Unary::Relu => s.select(s.lt(zero, x), x, zero),
+            Unary::GeluErf => s.mul(x, s.lane_by_lane(x, normal_cdf)),
+            Unary::GeluQuick => s.mul(x, s.sigmoid(s.mul(x, s.splat(QUICK)))),
+            Unary::NormalCdf => s.lane_by_lane(x, normal_cdf),
+            // The part above 0 exactly, and what is left without overflow.
+            Unary::Softplus => {
+                let tail = s.log1p(s.exp(s.neg(s.abs(x))));
+                s.add(s.select(s.lt(zero, x), x, zero), tail)
+            }
+            Unary::Step => s.select(s.lt(zero, x), one, zero),
+            Unary::Sign => {
+                let sign = s.select(s.lt(x, zero), s.splat(-1.0), zero);
+                s.select(s.lt(zero, x), one, sign)
+            }
+        }
+    }
+}
+
+/// A gated linear unit and its gradients, chosen per vector like [`Function`].
+#[derive(Copy, Clone)]
+struct Glu(GluKind);
+#[derive(Copy, Clone)]
+struct GluUp(GluKind);
+#[derive(Copy, Clone)]
+struct GluGate(GluKind);
+
+impl Map<2> for Glu {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [gate, up]: [S::F32; 2]) -> S::F32 {
+        s.mul(activation(s, self.0, gate), linear(s, self.0, up))
+    }
+}
+
+impl Map<3> for GluUp {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [gate, up, dy]: [S::F32; 3]) -> S::F32 {
+        let dx = s.mul(dy, activation(s, self.0, gate));
+        match self.0 {
+            GluKind::SwigluOai { limit, .. } => {
+                s.select(s.lt(s.abs(up), s.splat(limit.get())), dx, s.zero())
+            }
+            _ => dx,
+        }
+    }
+}
+
+impl Map<3> for GluGate {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [gate, up, dy]: [S::F32; 3]) -> S::F32 {
+        let dy = s.mul(dy, linear(s, self.0, up));
+        match self.0 {
+            GluKind::Swiglu => s.mul(dy, swish_slope(s, s.splat(1.0), gate)),
+            GluKind::Geglu => s.mul(dy, gelu_slope(s, gate)),
+            GluKind::GegluErf => s.mul(dy, s.lane_by_lane(gate, gelu_erf_slope)),
+            GluKind::GegluQuick => s.mul(dy, swish_slope(s, s.splat(QUICK), gate)),
+            GluKind::Reglu => s.select(s.lt(s.zero(), gate), dy, s.zero()),
+            GluKind::SwigluOai { alpha, limit } => {
+                let dx = s.mul(dy, swish_slope(s, s.splat(alpha.get()), gate));
+                s.select(s.lt(gate, s.splat(limit.get())), dx, s.zero())
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn activation<S: Simd>(s: S, kind: GluKind, x: S::F32) -> S::F32 {
+    match kind {
+        GluKind::Swiglu => s.mul(x, s.sigmoid(x)),
+        GluKind::Geglu => gelu(s, x),
+        GluKind::GegluErf => s.mul(x, s.lane_by_lane(x, normal_cdf)),
+        GluKind::GegluQuick => s.mul(x, s.sigmoid(s.mul(x, s.splat(QUICK)))),
+        GluKind::Reglu => s.select(s.lt(s.zero(), x), x, s.zero()),
+        GluKind::SwigluOai { alpha, limit } => {
+            let x = s.min(s.splat(limit.get()), x);
+            s.mul(x, s.sigmoid(s.mul(x, s.splat(alpha.get()))))
+        }
+    }
+}
+
+/// What the linear half multiplies by.
+#[inline(always)]
+fn linear<S: Simd>(s: S, kind: GluKind, up: S::F32) -> S::F32 {
+    match kind {
+        GluKind::SwigluOai { limit, .. } => {
+            let limit = limit.get();
+            let kept = s.min(s.splat(limit), s.max(s.splat(-limit), up));
+            s.add(kept, s.splat(1.0))
+        }
+        _ => up,
+    }
+}
+
+#[derive(Copy, Clone)]
+struct Clamp {
+    min: f32,
+    max: f32,
+}
+
+impl Map<1> for Clamp {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [x]: [S::F32; 1]) -> S::F32 {
+        s.min(s.splat(self.max), s.max(s.splat(self.min), x))
+    }
+}
+
+#[derive(Copy, Clone)]
+struct ClampBack {
+    min: f32,
+    max: f32,
+}
+
+impl Map<2> for ClampBack {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, [x, dy]: [S::F32; 2]) -> S::F32 {
+        let below = s.select(s.lt(x, s.splat(self.max)), dy, s.zero());
+        s.select(s.lt(s.splat(self.min), x), below, s.zero())
+    }
 }
 
 #[derive(Copy, Clone)]
@@ -240,17 +375,27 @@ impl Map<1> for Affine {
     }
 }
 
+/// Of the quick form of GELU.
+const QUICK: f32 = 1.702;
+
+/// The derivative of `x sigmoid(c x)`: `p (1 + c x (1 - p))` with `p = sigmoid(c x)`.
 #[inline(always)]
-fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    s.mul(x, s.sigmoid(x))
+fn swish_slope<S: Simd>(s: S, c: S::F32, x: S::F32) -> S::F32 {
+    let (x, one) = (s.mul(c, x), s.splat(1.0));
+    let p = s.sigmoid(x);
+    s.mul(p, s.fma(x, s.sub(one, p), one))
 }
 
-/// `p (1 + x (1 - p))` with `p = sigmoid(x)`.
-#[inline(always)]
-fn silu_slope<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    let p = s.sigmoid(x);
-    let one = s.splat(1.0);
-    s.mul(p, s.fma(x, s.sub(one, p), one))
+/// The distribution function of the normal.
+fn normal_cdf(x: f64) -> f64 {
+    0.5 * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2)
+}
+
+/// `Phi(x) + x Phi'(x)`
+fn gelu_erf_slope(x: f64) -> f64 {
+    // 1 / sqrt(2 pi)
+    const PEAK: f64 = 0.398_942_280_401_432_7;
+    normal_cdf(x) + x * PEAK * (-0.5 * x * x).exp()
 }
 
 /// `2 sqrt(2/pi)`
@@ -284,29 +429,33 @@ fn apply<F: Map<N>, const N: usize>(job: &Job<'_>, f: F, tile: usize) {
     job.isa.run(Apply { f, job, range: range(job, tile) });
 }
 
+fn fill_tile(job: &Job<'_>, value: f32, tile: usize) {
+    let range = range(job, tile);
+    let to = job.out::<f32>().wrapping_add(range.start);
+    // SAFETY: the range's elements of the result are this tile's.
+    unsafe { std::slice::from_raw_parts_mut(to, range.len()) }.fill(value);
+}
+
 pub(super) fn run_tile(job: &Job<'_>, tile: usize) {
     match job.op {
         Op::Binary(Binary::Add) => apply(job, Add, tile),
         Op::Binary(Binary::Sub) => apply(job, Sub, tile),
         Op::Binary(Binary::Mul) => apply(job, Mul, tile),
         Op::Binary(Binary::Div) => apply(job, Div, tile),
-        Op::Unary(Unary::Tanh) => apply(job, Tanh, tile),
-        Op::Unary(Unary::Sigmoid) => apply(job, Sigmoid, tile),
-        Op::Unary(Unary::Silu) => apply(job, Silu, tile),
-        Op::Unary(Unary::Gelu) => apply(job, Gelu, tile),
-        Op::Unary(Unary::Exp) => apply(job, Exp, tile),
-        Op::Unary(Unary::Log) => apply(job, Log, tile),
+        Op::Binary(Binary::Min) => apply(job, Min, tile),
+        Op::Binary(Binary::Max) => apply(job, Max, tile),
+        Op::Unary(f) => apply(job, Function(*f), tile),
+        Op::Clamp { min, max } => apply(job, Clamp { min: min.get(), max: max.get() }, tile),
+        Op::ClampBack { min, max } => {
+            apply(job, ClampBack { min: min.get(), max: max.get() }, tile);
+        }
+        Op::Fill { value, .. } => fill_tile(job, value.get(), tile),
         Op::Affine { scale, bias } => {
             apply(job, Affine { scale: scale.get(), bias: bias.get() }, tile);
         }
-        Op::Glu(GluKind::Swiglu) => apply(job, Swiglu, tile),
-        Op::Glu(GluKind::Geglu) => apply(job, Geglu, tile),
-        Op::GluBack { kind, wrt } => match (kind, wrt) {
-            (GluKind::Swiglu, GluOperand::Up) => apply(job, SwigluUp, tile),
-            (GluKind::Swiglu, GluOperand::Gate) => apply(job, SwigluGate, tile),
-            (GluKind::Geglu, GluOperand::Up) => apply(job, GegluUp, tile),
-            (GluKind::Geglu, GluOperand::Gate) => apply(job, GegluGate, tile),
-        },
+        Op::Glu(kind) => apply(job, Glu(*kind), tile),
+        Op::GluBack { kind, wrt: GluOperand::Up } => apply(job, GluUp(*kind), tile),
+        Op::GluBack { kind, wrt: GluOperand::Gate } => apply(job, GluGate(*kind), tile),
         _ => {}
     }
 }

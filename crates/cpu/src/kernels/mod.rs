@@ -82,9 +82,14 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::Leaf | Op::Reshape { .. } | Op::Permute { .. } | Op::Slice { .. } => {
             no_kernel(format!("{}, which is not computed", call.op.name()))
         }
-        Op::Binary(_) | Op::Unary(_) | Op::Affine { .. } | Op::Glu(_) | Op::GluBack { .. } => {
-            elementwise::supports(call)
-        }
+        Op::Binary(_)
+        | Op::Unary(_)
+        | Op::Affine { .. }
+        | Op::Clamp { .. }
+        | Op::ClampBack { .. }
+        | Op::Fill { .. }
+        | Op::Glu(_)
+        | Op::GluBack { .. } => elementwise::supports(call),
         Op::Sum { .. } => sum::supports(call),
         Op::Broadcast { .. } | Op::Copy => layout::supports_copy(call),
         Op::Pad { .. } | Op::Concat { .. } => layout::supports_join(call),
@@ -126,9 +131,14 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
 pub(crate) fn tiles(job: &Job<'_>) -> usize {
     match job.op {
         Op::Leaf | Op::Reshape { .. } | Op::Permute { .. } | Op::Slice { .. } => 0,
-        Op::Binary(_) | Op::Unary(_) | Op::Affine { .. } | Op::Glu(_) | Op::GluBack { .. } => {
-            elementwise::tiles(job)
-        }
+        Op::Binary(_)
+        | Op::Unary(_)
+        | Op::Affine { .. }
+        | Op::Clamp { .. }
+        | Op::ClampBack { .. }
+        | Op::Fill { .. }
+        | Op::Glu(_)
+        | Op::GluBack { .. } => elementwise::tiles(job),
         Op::Broadcast { .. } | Op::Copy | Op::Pad { .. } | Op::Concat { .. } => {
             elementwise::tiles(job)
         }
@@ -154,7 +164,14 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
 pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
     match job.op {
         Op::Leaf | Op::Reshape { .. } | Op::Permute { .. } | Op::Slice { .. } => {}
-        Op::Binary(_) | Op::Unary(_) | Op::Affine { .. } | Op::Glu(_) | Op::GluBack { .. } => {
+        Op::Binary(_)
+        | Op::Unary(_)
+        | Op::Affine { .. }
+        | Op::Clamp { .. }
+        | Op::ClampBack { .. }
+        | Op::Fill { .. }
+        | Op::Glu(_)
+        | Op::GluBack { .. } => {
             elementwise::run_tile(job, tile);
         }
         Op::Sum { dims } => sum::run_tile(job, *dims, tile),

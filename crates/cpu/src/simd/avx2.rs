@@ -259,6 +259,7 @@ impl Simd for Avx2 {
         fn sub(a: F, b: F) -> F = F(_mm256_sub_ps(a.0, b.0), _mm256_sub_ps(a.1, b.1));
         fn mul(a: F, b: F) -> F = F(_mm256_mul_ps(a.0, b.0), _mm256_mul_ps(a.1, b.1));
         fn div(a: F, b: F) -> F = F(_mm256_div_ps(a.0, b.0), _mm256_div_ps(a.1, b.1));
+        fn sqrt(a: F) -> F = F(_mm256_sqrt_ps(a.0), _mm256_sqrt_ps(a.1));
         fn fma(a: F, b: F, c: F) -> F =
             F(_mm256_fmadd_ps(a.0, b.0, c.0), _mm256_fmadd_ps(a.1, b.1, c.1));
         fn fnma(a: F, b: F, c: F) -> F =

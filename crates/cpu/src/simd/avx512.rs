@@ -122,6 +122,7 @@ impl Simd for Avx512 {
         fn sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
         fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
         fn div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
+        fn sqrt(a: __m512) -> __m512 = _mm512_sqrt_ps(a);
         fn fma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
         fn fnma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fnmadd_ps(a, b, c);
         fn min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);

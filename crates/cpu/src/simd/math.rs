@@ -63,6 +63,29 @@ pub(super) fn log<S: Simd>(s: S, a: S::F32) -> S::F32 {
     s.select(finite, value, a)
 }
 
+/// `e^a - 1` after Kahan: with `u = e^a`, `(u - 1) a / ln u` undoes the rounding of `u`.
+#[inline(always)]
+pub(super) fn expm1<S: Simd>(s: S, a: S::F32) -> S::F32 {
+    let one = s.splat(1.0);
+    let u = s.exp(a);
+    let less = s.sub(u, one);
+    let near = s.div(s.mul(less, a), s.log(u));
+    // Where u is 1, a is tiny and is the result; far out the subtraction loses nothing.
+    let near = s.select(s.eq(u, one), a, near);
+    s.select(s.lt(s.abs(a), s.splat(2.0)), near, less)
+}
+
+/// `ln(1 + a)` after Kahan: with `u = 1 + a`, `ln u * a / (u - 1)` undoes the rounding of `u`.
+#[inline(always)]
+pub(super) fn log1p<S: Simd>(s: S, a: S::F32) -> S::F32 {
+    let one = s.splat(1.0);
+    let u = s.add(one, a);
+    let log = s.log(u);
+    let near = s.div(s.mul(log, a), s.sub(u, one));
+    let near = s.select(s.eq(u, one), a, near);
+    s.select(s.lt(s.abs(a), s.splat(8.0)), near, log)
+}
+
 /// Hyperbolic tangent within about 2 ulp: an odd polynomial (Cephes' `tanhf`) where
 /// `|a| < 0.625`, else `1 - 2 / (e^(2|a|) + 1)`.
 #[inline(always)]

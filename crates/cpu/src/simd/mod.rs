@@ -174,6 +174,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn sqrt(self, a: Self::F32) -> Self::F32;
     /// `a * b + c`; the portable family rounds the product.
     fn fma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// `c - a * b`; the portable family rounds the product.
@@ -286,6 +287,31 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn sigmoid(self, a: Self::F32) -> Self::F32 {
         math::sigmoid(self, a)
+    }
+
+    /// `e^a - 1` within some ulp, near 0 too.
+    #[inline(always)]
+    fn expm1(self, a: Self::F32) -> Self::F32 {
+        math::expm1(self, a)
+    }
+
+    /// `ln(1 + a)` within some ulp, near 0 too.
+    #[inline(always)]
+    fn log1p(self, a: Self::F32) -> Self::F32 {
+        math::log1p(self, a)
+    }
+
+    /// Every lane by itself, in f64: for what is rare and has no vector code.
+    #[inline(always)]
+    fn lane_by_lane(self, a: Self::F32, f: fn(f64) -> f64) -> Self::F32 {
+        let mut lanes = [0.0; LANES];
+        // SAFETY: the array has 16 elements.
+        unsafe { self.store(lanes.as_mut_ptr(), a) };
+        for lane in &mut lanes {
+            *lane = f(f64::from(*lane)) as f32;
+        }
+        // SAFETY: as above.
+        unsafe { self.load(lanes.as_ptr()) }
     }
 
     /// To the nearest integer, ties away from zero, for |a| < 2^22.

@@ -185,6 +185,10 @@ impl Simd for Portable {
         zip(a, b, |a, b| a * b)
     }
     #[inline(always)]
+    fn sqrt(self, a: Lanes<f32>) -> Lanes<f32> {
+        map(a, f32::sqrt)
+    }
+    #[inline(always)]
     fn div(self, a: Lanes<f32>, b: Lanes<f32>) -> Lanes<f32> {
         zip(a, b, |a, b| a / b)
     }

@@ -51,7 +51,7 @@ fn random_op(rng: &mut Rng) -> Op {
     match rng.below(31) {
         0 => Op::Leaf,
         1 => Op::Binary(rng.pick(&[Binary::Add, Binary::Sub, Binary::Mul, Binary::Div])),
-        2 => Op::Unary(rng.pick(&[Unary::Tanh, Unary::Silu, Unary::Log])),
+        2 => Op::Unary(rng.pick(&Unary::ALL)),
         3 => Op::Affine { scale: real(rng), bias: real(rng) },
         4 => Op::Glu(kind),
         5 => Op::GluBack { kind, wrt: rng.pick(&[GluOperand::Gate, GluOperand::Up]) },

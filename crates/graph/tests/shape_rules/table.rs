@@ -30,7 +30,7 @@ const NONE: (&str, &str) = ("", "takes 1 operands, was given 0");
 
 fn elementwise() -> Vec<Case> {
     let mut cases = Vec::new();
-    for op in [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div] {
+    for op in Binary::ALL {
         cases.push(case(
             Op::Binary(op),
             &[
@@ -67,8 +67,7 @@ fn elementwise() -> Vec<Case> {
             ],
         ));
     }
-    use Unary::*;
-    for f in [Tanh, Sigmoid, Silu, Gelu, Exp, Log] {
+    for f in Unary::ALL {
         cases.push(case(
             Op::Unary(f),
             &[("f32 [2, 3]", "f32 [2, 3]"), ("f32 []", "f32 []"), ("f32 [0]", "f32 [0]")],
@@ -85,7 +84,58 @@ fn elementwise() -> Vec<Case> {
         case(affine(f32::NAN, 0.0), &[], &[("f32 [2]", "scale NaN or bias 0 is not finite")]),
         case(affine(1.0, f32::INFINITY), &[], &[("f32 [2]", "scale 1 or bias inf is not finite")]),
     ]);
-    for kind in [GluKind::Swiglu, GluKind::Geglu] {
+    let clamp = |min: f32, max: f32| Op::Clamp { min: min.into(), max: max.into() };
+    let back = |min: f32, max: f32| Op::ClampBack { min: min.into(), max: max.into() };
+    let fill = |value: f32| Op::Fill { value: value.into(), shape: shape(&[2, 3]) };
+    let oai = |alpha: f32, limit: f32| {
+        Op::Glu(GluKind::SwigluOai { alpha: alpha.into(), limit: limit.into() })
+    };
+    cases.extend([
+        case(
+            clamp(f32::NEG_INFINITY, 1.0),
+            &[("f32 [2, 3]", "f32 [2, 3]"), ("f32 []", "f32 []")],
+            &[("i32 [2]", "operand 0 must be f32, is i32"), ONE_NOT_TWO, NONE],
+        ),
+        case(clamp(1.0, 1.0), &[("f32 [2]", "f32 [2]")], &[]),
+        case(
+            clamp(1.0, 0.5),
+            &[],
+            &[("f32 [2]", "the bounds 1 and 0.5 are out of order or no numbers")],
+        ),
+        case(
+            clamp(f32::NAN, 0.5),
+            &[],
+            &[("f32 [2]", "the bounds NaN and 0.5 are out of order or no numbers")],
+        ),
+        case(
+            back(-1.0, f32::INFINITY),
+            &[("f32 [2, 3]; f32 [2, 3]", "f32 [2, 3]")],
+            &[
+                ("f32 [2]; f32 [3]", "shapes [2] and [3] differ"),
+                ("f32 [2]; f16 [2]", "operand 1 must be f32, is f16"),
+                AND_TWO,
+            ],
+        ),
+        case(
+            back(1.0, -1.0),
+            &[],
+            &[("f32 [2]; f32 [2]", "the bounds 1 and -1 are out of order or no numbers")],
+        ),
+        case(fill(0.5), &[("", "f32 [2, 3]")], &[("f32 [2]", "takes 0 operands, was given 1")]),
+        case(fill(f32::NAN), &[], &[("", "the value NaN is not finite")]),
+        case(
+            oai(1.0, 0.0),
+            &[],
+            &[("f32 [2]; f32 [2]", "alpha 1 must be finite and the limit 0 above 0")],
+        ),
+        case(
+            oai(f32::INFINITY, 7.0),
+            &[],
+            &[("f32 [2]; f32 [2]", "alpha inf must be finite and the limit 7 above 0")],
+        ),
+        case(oai(1.0, f32::INFINITY), &[("f32 [2]; f32 [2]", "f32 [2]")], &[]),
+    ]);
+    for kind in GluKind::ALL {
         cases.push(case(
             Op::Glu(kind),
             &[("f32 [2, 3]; f32 [2, 3]", "f32 [2, 3]"), ("f32 [7]; f32 [7]", "f32 [7]")],

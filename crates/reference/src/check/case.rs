@@ -36,6 +36,9 @@ pub enum Fill {
     Between(f64, f64),
     /// Uniform in -3 .. 3 but for a hole.
     Outside(f64, f64),
+    /// One of so many numbers from a first one on, a step apart: never nearer to what lies
+    /// between two of them.
+    Steps(f64, f64, u32),
 }
 
 impl Fill {
@@ -46,6 +49,9 @@ impl Fill {
         match self {
             Fill::Signed => rng.sign() * rng.between(0.3, 1.7),
             Fill::Between(low, high) => rng.between(low, high),
+            Fill::Steps(first, step, count) => {
+                first + step * (rng.next_u64() % u64::from(count.max(1))) as f64
+            }
             Fill::Outside(low, high) => loop {
                 let x = rng.between(-3.0, 3.0);
                 if x < low || x > high {

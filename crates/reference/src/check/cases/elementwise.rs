@@ -1,6 +1,6 @@
 //! Cases of ops that work element by element.
 
-use graph::{Binary, GluKind, GluOperand, Op, Unary};
+use graph::{Binary, GluKind, GluOperand, Op, Real, Shape, Unary};
 
 use crate::check::{Cases, Expected, Fill, View};
 
@@ -12,7 +12,13 @@ fn domain(f: Unary) -> Fill {
         // Their minimums are at -1.28 and -0.75.
         Unary::Silu => Fill::Outside(-1.7, -0.9),
         Unary::Gelu => Fill::Outside(-1.1, -0.4),
-        Unary::Log => Fill::Between(0.2, 3.0),
+        Unary::GeluErf | Unary::GeluQuick => Fill::Outside(-1.1, -0.4),
+        Unary::Log | Unary::Log1p | Unary::Sqrt | Unary::Rsqrt => Fill::Between(0.2, 3.0),
+        Unary::Expm1 | Unary::NormalCdf => Fill::Between(-2.0, 2.0),
+        Unary::Softplus => Fill::Between(-3.0, 3.0),
+        Unary::Sin | Unary::Cos => Fill::Between(0.2, 1.3),
+        Unary::Relu => Fill::Outside(-0.3, 0.3),
+        Unary::Neg | Unary::Abs | Unary::Sqr | Unary::Step | Unary::Sign => Fill::Signed,
     }
 }
 
@@ -52,6 +58,94 @@ pub fn unary(c: &mut Cases, f: Unary) {
         let y = g.graph.unary(f, x)?;
         g.graph.mul(y, x)
     });
+}
+
+/// The lesser or the greater of two. Operands are never nearly equal: there is a kink.
+pub fn extreme(c: &mut Cases, f: Binary) {
+    let (left_fill, right_fill) = (Fill::Steps(0.5, 0.25, 5), Fill::Steps(0.625, 0.25, 5));
+    for dims in SHAPES {
+        c.add(format!("{dims:?}"), move |g| {
+            let (a, b) = (g.float("a", dims, left_fill)?, g.float("b", dims, right_fill)?);
+            g.graph.push(Op::Binary(f), &[a, b], "y")
+        });
+    }
+    for (left, right) in BROADCASTS {
+        c.add(format!("{left:?} with {right:?}"), move |g| {
+            g.cotangents(Fill::POSITIVE);
+            let (a, b) = (g.float("a", left, left_fill)?, g.float("b", right, right_fill)?);
+            g.graph.push(Op::Binary(f), &[a, b], "y")
+        });
+    }
+    for view in View::STRIDED {
+        c.add(format!("{view:?}"), move |g| {
+            g.cotangents(Fill::POSITIVE);
+            let a = g.viewed("a", &[4, 6], view, left_fill)?;
+            let b = g.viewed("b", &[4, 6], view, right_fill)?;
+            g.cotangent_viewed(&[4, 6], view)?;
+            g.graph.push(Op::Binary(f), &[a, b], "y")
+        });
+    }
+}
+
+/// Bounds of every kind, and values on both sides of each, none near it.
+const BOUNDS: [(f32, f32); 6] = [
+    (-1.0, 1.0),
+    (0.0, f32::INFINITY),
+    (f32::NEG_INFINITY, 0.5),
+    (f32::NEG_INFINITY, f32::INFINITY),
+    (-0.25, -0.125),
+    (1e-3, 1.5),
+];
+const BESIDE_BOUNDS: Fill = Fill::Steps(-2.93, 0.3, 20);
+
+pub fn clamp(c: &mut Cases) {
+    for (min, max) in BOUNDS {
+        for dims in SHAPES {
+            c.add(format!("{min} to {max} {dims:?}"), move |g| {
+                let x = g.float("x", dims, BESIDE_BOUNDS)?;
+                g.graph.clamp(x, min, max)
+            });
+        }
+    }
+    for (source, cotangent) in strides() {
+        c.add(format!("{source:?}, cotangent {cotangent:?}"), move |g| {
+            let x = g.viewed("x", &[4, 6], source, BESIDE_BOUNDS)?;
+            g.cotangent_viewed(&[4, 6], cotangent)?;
+            g.graph.clamp(x, -1.0, 1.0)
+        });
+    }
+}
+
+pub fn clamp_back(c: &mut Cases) {
+    for (min, max) in BOUNDS {
+        for view in [View::Plain, View::Columns, View::Transposed] {
+            c.add(format!("{min} to {max} {view:?}"), move |g| {
+                let x = g.viewed("x", &[4, 6], view, BESIDE_BOUNDS)?;
+                let dy = g.viewed("dy", &[4, 6], view, Fill::Signed)?;
+                g.expect_all(g.refused());
+                let (min, max) = (min.into(), max.into());
+                g.graph.push(Op::ClampBack { min, max }, &[x, dy], "y")
+            });
+        }
+    }
+    c.add("at the bounds, which are outside", |g| {
+        let x = g.given("x", &[5], &[-1.0, 1.0, 0.5, -2.0, 0.0])?;
+        let dy = g.float("dy", &[5], Fill::Signed)?;
+        g.expect_all(g.refused());
+        g.graph.push(Op::ClampBack { min: (-1.0).into(), max: 1.0.into() }, &[x, dy], "y")
+    });
+}
+
+pub fn fill(c: &mut Cases) {
+    for value in [0.0, 1.0, -2.5] {
+        for dims in SHAPES {
+            c.add(format!("{value} {dims:?}"), move |g| {
+                let x = g.float("x", dims, Fill::Signed)?;
+                let constant = g.graph.fill(value, Shape::new(dims)?)?;
+                g.graph.sub(x, constant)
+            });
+        }
+    }
 }
 
 pub fn affine(c: &mut Cases) {
@@ -139,11 +233,21 @@ pub fn binary(c: &mut Cases, f: Binary) {
     }
 }
 
+/// The gated unit of gpt-oss, with the limit it has there.
+pub const OAI: GluKind = oai(7.0);
+
+const fn oai(limit: f32) -> GluKind {
+    GluKind::SwigluOai { alpha: Real::new(1.702), limit: Real::new(limit) }
+}
+
 /// Where a gate is checked.
 fn gate_domain(kind: GluKind) -> Fill {
     domain(match kind {
         GluKind::Swiglu => Unary::Silu,
         GluKind::Geglu => Unary::Gelu,
+        GluKind::GegluErf => Unary::GeluErf,
+        GluKind::GegluQuick | GluKind::SwigluOai { .. } => Unary::GeluQuick,
+        GluKind::Reglu => Unary::Relu,
     })
 }
 
@@ -154,6 +258,34 @@ pub fn glu(c: &mut Cases, kind: GluKind) {
             let up = g.float("up", dims, Fill::Signed)?;
             g.graph.push(Op::Glu(kind), &[gate, up], "y")
         });
+    }
+    for width in [1, 2, 3, 9, 17, 66] {
+        for swapped in [false, true] {
+            // Of an odd width the last element is unused: its gradient is zero, and written.
+            c.add(format!("fused, {width} wide, swapped {swapped}"), move |g| {
+                let both = g.float("gate and up", &[3, width], gate_domain(kind))?;
+                match width {
+                    1 => {
+                        let rest = g.float("rest", &[3, 1], Fill::Signed)?;
+                        let both = g.graph.concat(&[both, rest], 1)?;
+                        g.graph.glu_fused(both, kind, swapped, "y")
+                    }
+                    _ => g.graph.glu_fused(both, kind, swapped, "y"),
+                }
+            });
+        }
+    }
+    if let GluKind::SwigluOai { .. } = kind {
+        for limit in [1.5, f32::INFINITY] {
+            c.add(format!("limit {limit}"), move |g| {
+                // On both sides of every bound, none near it.
+                let gate = [-2.9, -1.4, -0.3, 0.2, 0.9, 1.3, 1.7, 2.6];
+                let up = [-2.2, 1.2, -1.7, 1.8, 0.4, -1.3, 0.8, 1.4];
+                let gate = g.given("gate", &[2, 4], &gate)?;
+                let up = g.given("up", &[2, 4], &up)?;
+                g.graph.push(Op::Glu(oai(limit)), &[gate, up], "y")
+            });
+        }
     }
     for width in [6, 33] {
         c.add(format!("halves of one tensor of {}", 2 * width), move |g| {
@@ -184,6 +316,15 @@ pub fn glu(c: &mut Cases, kind: GluKind) {
 
 pub fn glu_back(c: &mut Cases, kind: GluKind) {
     for wrt in [GluOperand::Gate, GluOperand::Up] {
+        if let GluKind::SwigluOai { .. } = kind {
+            c.add(format!("{wrt:?} at its bounds, which are outside"), move |g| {
+                let gate = g.given("gate", &[5], &[1.5, 1.75, 1.0, -1.5, 0.5])?;
+                let up = g.given("up", &[5], &[0.5, 1.0, 1.5, -1.5, -2.0])?;
+                let dy = g.float("dy", &[5], Fill::Signed)?;
+                g.expect_all(g.refused());
+                g.graph.push(Op::GluBack { kind: oai(1.5), wrt }, &[gate, up, dy], "y")
+            });
+        }
         for dims in [&[1, 8][..], &[3, 5], &[2, 3, 17]] {
             c.add(format!("{wrt:?} {dims:?}"), move |g| {
                 let gate = g.float("gate", dims, gate_domain(kind))?;

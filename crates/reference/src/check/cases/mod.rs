@@ -12,6 +12,7 @@ mod rounding;
 use graph::{Binary, GluKind, Op, Unary};
 
 use super::case::{Case, Cases};
+use elementwise::OAI;
 
 /// Makes the list of ops with their cases, and a match that does not compile when a variant of
 /// [`Op`] is missing from it.
@@ -32,19 +33,52 @@ ops! {
     Op::Binary(Binary::Sub) => "Sub", |c| elementwise::binary(c, Binary::Sub);
     Op::Binary(Binary::Mul) => "Mul", |c| elementwise::binary(c, Binary::Mul);
     Op::Binary(Binary::Div) => "Div", |c| elementwise::binary(c, Binary::Div);
+    Op::Binary(Binary::Min) => "Min", |c| elementwise::extreme(c, Binary::Min);
+    Op::Binary(Binary::Max) => "Max", |c| elementwise::extreme(c, Binary::Max);
     Op::Unary(Unary::Tanh) => "Tanh", |c| elementwise::unary(c, Unary::Tanh);
     Op::Unary(Unary::Sigmoid) => "Sigmoid", |c| elementwise::unary(c, Unary::Sigmoid);
     Op::Unary(Unary::Silu) => "Silu", |c| elementwise::unary(c, Unary::Silu);
     Op::Unary(Unary::Gelu) => "Gelu", |c| elementwise::unary(c, Unary::Gelu);
     Op::Unary(Unary::Exp) => "Exp", |c| elementwise::unary(c, Unary::Exp);
     Op::Unary(Unary::Log) => "Log", |c| elementwise::unary(c, Unary::Log);
+    Op::Unary(Unary::Neg) => "Neg", |c| elementwise::unary(c, Unary::Neg);
+    Op::Unary(Unary::Abs) => "Abs", |c| elementwise::unary(c, Unary::Abs);
+    Op::Unary(Unary::Sqr) => "Sqr", |c| elementwise::unary(c, Unary::Sqr);
+    Op::Unary(Unary::Sqrt) => "Sqrt", |c| elementwise::unary(c, Unary::Sqrt);
+    Op::Unary(Unary::Rsqrt) => "Rsqrt", |c| elementwise::unary(c, Unary::Rsqrt);
+    Op::Unary(Unary::Expm1) => "Expm1", |c| elementwise::unary(c, Unary::Expm1);
+    Op::Unary(Unary::Log1p) => "Log1p", |c| elementwise::unary(c, Unary::Log1p);
+    Op::Unary(Unary::Sin) => "Sin", |c| elementwise::unary(c, Unary::Sin);
+    Op::Unary(Unary::Cos) => "Cos", |c| elementwise::unary(c, Unary::Cos);
+    Op::Unary(Unary::Relu) => "Relu", |c| elementwise::unary(c, Unary::Relu);
+    Op::Unary(Unary::GeluErf) => "GeluErf", |c| elementwise::unary(c, Unary::GeluErf);
+    Op::Unary(Unary::GeluQuick) => "GeluQuick", |c| elementwise::unary(c, Unary::GeluQuick);
+    Op::Unary(Unary::NormalCdf) => "NormalCdf", |c| elementwise::unary(c, Unary::NormalCdf);
+    Op::Unary(Unary::Softplus) => "Softplus", |c| elementwise::unary(c, Unary::Softplus);
+    Op::Unary(Unary::Step) => "Step", |c| elementwise::unary(c, Unary::Step);
+    Op::Unary(Unary::Sign) => "Sign", |c| elementwise::unary(c, Unary::Sign);
     Op::Affine { .. } => "Affine", elementwise::affine;
+    Op::Clamp { .. } => "Clamp", elementwise::clamp;
+    Op::ClampBack { .. } => "ClampBack", elementwise::clamp_back;
+    Op::Fill { .. } => "Fill", elementwise::fill;
     Op::Glu(GluKind::Swiglu) => "Swiglu", |c| elementwise::glu(c, GluKind::Swiglu);
     Op::Glu(GluKind::Geglu) => "Geglu", |c| elementwise::glu(c, GluKind::Geglu);
+    Op::Glu(GluKind::GegluErf) => "GegluErf", |c| elementwise::glu(c, GluKind::GegluErf);
+    Op::Glu(GluKind::GegluQuick) => "GegluQuick", |c| elementwise::glu(c, GluKind::GegluQuick);
+    Op::Glu(GluKind::Reglu) => "Reglu", |c| elementwise::glu(c, GluKind::Reglu);
+    Op::Glu(GluKind::SwigluOai { .. }) => "SwigluOai", |c| elementwise::glu(c, OAI);
     Op::GluBack { kind: GluKind::Swiglu, .. } => "SwigluBack",
         |c| elementwise::glu_back(c, GluKind::Swiglu);
     Op::GluBack { kind: GluKind::Geglu, .. } => "GegluBack",
         |c| elementwise::glu_back(c, GluKind::Geglu);
+    Op::GluBack { kind: GluKind::GegluErf, .. } => "GegluErfBack",
+        |c| elementwise::glu_back(c, GluKind::GegluErf);
+    Op::GluBack { kind: GluKind::GegluQuick, .. } => "GegluQuickBack",
+        |c| elementwise::glu_back(c, GluKind::GegluQuick);
+    Op::GluBack { kind: GluKind::Reglu, .. } => "RegluBack",
+        |c| elementwise::glu_back(c, GluKind::Reglu);
+    Op::GluBack { kind: GluKind::SwigluOai { .. }, .. } => "SwigluOaiBack",
+        |c| elementwise::glu_back(c, OAI);
     Op::Sum { .. } => "Sum", layout::sum;
     Op::Broadcast { .. } => "Broadcast", layout::broadcast;
     Op::Reshape { .. } => "Reshape", layout::reshape;
