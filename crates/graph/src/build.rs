@@ -105,6 +105,55 @@ impl Graph {
         self.affine(sum, 1.0 / parts.max(1) as f32, 0.0)
     }
 
+    /// Running sums along a dimension.
+    pub fn cum_sum(&mut self, x: NodeId, dim: usize) -> Made {
+        let name = self.named_after(x)?;
+        self.push(Op::CumSum { dim: dim.min(255) as u8, reverse: false }, &[x], &name)
+    }
+
+    /// The indices of the `k` greatest of each row, the greatest first: i32 `[.., k]`.
+    pub fn top_k(&mut self, x: NodeId, k: usize, name: &str) -> Made {
+        self.push(Op::TopK { k, order: Order::Descending }, &[x], name)
+    }
+
+    /// The elements of each row at the given places: `(x [.., n], i at [.., k]) -> [.., k]`.
+    pub fn take(&mut self, x: NodeId, at: NodeId, name: &str) -> Made {
+        let (from, to) = (self.get(x)?.shape, self.get(at)?.shape);
+        let (rows, cols) = (from.rows(), from.cols());
+        if from.rank() != to.rank() || to.rows() != rows || from.rank() == 0 {
+            return Err(Invalid::new(format!("node `{name}`: no elements {to} of rows {from}")));
+        }
+        let x = self.reshape(x, &[rows, cols, 1])?;
+        let at = self.reshape(at, &[rows, to.cols()])?;
+        let taken = self.gather(x, at, name)?;
+        self.reshape(taken, to.dims())
+    }
+
+    /// The greatest of each row, `[.., 1]`; the gradient goes to its place, of equals the first.
+    pub fn row_max(&mut self, x: NodeId, name: &str) -> Made {
+        let at = self.top_k(x, 1, name)?;
+        self.take(x, at, name)
+    }
+
+    /// The plain softmax along the last dimension.
+    pub fn softmax(&mut self, x: NodeId, name: &str) -> Made {
+        self.push(Op::Softmax(SoftmaxAttrs::PLAIN), &[x], name)
+    }
+
+    /// Layer normalization of each of `groups` equal parts of the last dimension.
+    pub fn group_norm(&mut self, x: NodeId, groups: usize, eps: f32, name: &str) -> Made {
+        let shape = self.get(x)?.shape;
+        if groups == 0 || shape.rank() == 0 || !shape.cols().is_multiple_of(groups) {
+            return Err(Invalid::new(format!("node `{name}`: {groups} groups of {shape}")));
+        }
+        let mut dims = shape.dims().to_vec();
+        dims.pop();
+        dims.extend([groups, shape.cols() / groups]);
+        let parts = self.reshape(x, &dims)?;
+        let y = self.push(Op::Norm { kind: NormKind::Layer, eps: eps.into() }, &[parts], name)?;
+        self.reshape(y, shape.dims())
+    }
+
     /// Repeats dimensions of size 1 up to `shape`.
     pub fn broadcast(&mut self, x: NodeId, shape: Shape) -> Made {
         if self.get(x)?.shape == shape {

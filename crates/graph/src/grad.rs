@@ -67,9 +67,12 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
     }
 
     // `needed`: depends on wrt and reaches a cotangent.
+    // Indices end a path: what they choose has a gradient, they have none.
     let mut depends = vec![false; graph.len()];
     for id in graph.ids() {
-        let on = wrt.contains(&id) || graph.node(id).args.iter().any(|&a| at(&depends, a));
+        let node = graph.node(id);
+        let follows = |a: NodeId| node.dtype != DType::I32 || graph.node(a).dtype == DType::I32;
+        let on = wrt.contains(&id) || node.args.iter().any(|&a| at(&depends, a) && follows(a));
         set(&mut depends, id, on);
     }
     let mut needed = vec![false; graph.len()];
@@ -87,6 +90,9 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
     }
     for &x in wrt {
         if !at(&needed, x) {
+            if let Some(blocked) = only_by_indices(graph, cotangents, x) {
+                return Err(blocked);
+            }
             return Err(refusal(
                 Code::NoGradientPath,
                 graph.node(x),
@@ -162,6 +168,34 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
         }
     }
     Ok(Backward { graph: g, grads: out })
+}
+
+/// Where the outputs depend on `x` by way of indices alone, the refusal of the first node that
+/// makes them.
+fn only_by_indices(graph: &Graph, cotangents: &[(NodeId, NodeId)], x: NodeId) -> Option<Error> {
+    let mut reached = vec![false; graph.len()];
+    for id in graph.ids() {
+        let on = id == x || graph.node(id).args.iter().any(|&a| at(&reached, a));
+        set(&mut reached, id, on);
+    }
+    let mut used = vec![false; graph.len()];
+    cotangents.iter().for_each(|&(y, _)| set(&mut used, y, true));
+    for id in graph.ids().rev() {
+        if at(&used, id) {
+            graph.node(id).args.iter().for_each(|&a| set(&mut used, a, true));
+        }
+    }
+    let indices = |&id: &NodeId| {
+        let node = graph.node(id);
+        let floats = node.args.iter().any(|&a| graph.node(a).dtype != DType::I32);
+        at(&reached, id) && at(&used, id) && node.dtype == DType::I32 && floats
+    };
+    let id = graph.ids().find(indices)?;
+    let node = graph.node(id);
+    let (i, &a) = node.args.iter().enumerate().find(|&(_, &a)| at(&reached, a))?;
+    let Rule::Not(why) = rule(graph, id, i) else { return None };
+    let operand = Some(operand_name(i, graph.node(a)));
+    Some(refusal(Code::OpNotDifferentiable, node, operand, why.into()))
 }
 
 fn at(flags: &[bool], id: NodeId) -> bool {
@@ -411,6 +445,11 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
 
         // ---- reductions and layout
         Op::Sum { .. } => Is(Box::new(move |g, dy| g.broadcast(dy, x_shape))),
+        Op::CumSum { dim, reverse } => {
+            let op = Op::CumSum { dim: *dim, reverse: !reverse };
+            Is(Box::new(move |g, dy| g.push(op, &[dy], &name)))
+        }
+        Op::TopK { .. } => Not("the result is indices: they do not change smoothly"),
         Op::Broadcast { .. } => Is(Box::new(move |g, dy| unbroadcast(g, dy, x_shape))),
         Op::Reshape { .. } => Is(Box::new(move |g, dy| g.reshape(dy, x_shape.dims()))),
         Op::Permute { perm } => {
@@ -449,8 +488,18 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         Op::Gather if x_quantized => Not(QUANTIZED),
         Op::Gather => {
             let ids = arg(1);
-            let rows = x_shape.dim(0);
-            Is(Box::new(move |g, dy| g.push(Op::ScatterAdd { rows }, &[ids, dy], &name)))
+            if x_shape.rank() > 2 {
+                let rows = x_shape.dim(x_shape.rank() - 2);
+                let scatter = Op::ScatterAdd { rows };
+                return Is(Box::new(move |g, dy| g.push(scatter, &[ids, dy], &name)));
+            }
+            // One table for all ids: they are one list.
+            let (rows, count) = (x_shape.dim(0), graph.node(ids).shape.elements());
+            Is(Box::new(move |g, dy| {
+                let ids = g.reshape(ids, &[count])?;
+                let dy = g.reshape(dy, &[count, x_shape.cols()])?;
+                g.push(Op::ScatterAdd { rows }, &[ids, dy], &name)
+            }))
         }
         Op::ScatterAdd { .. } if i == 0 => Not(INDEX),
         Op::ScatterAdd { .. } => {
@@ -458,7 +507,33 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
             Is(Box::new(move |g, dy| g.gather(dy, ids, &name)))
         }
 
+        // ---- softmax
+        Op::Softmax(attrs) if attrs.mask && i == 1 => Not("the operand is a mask"),
+        Op::Softmax(attrs) if i == 0 => {
+            let op = Op::SoftmaxBack { scale: attrs.scale };
+            Is(Box::new(move |g, dy| g.push(op, &[y, dy], &name)))
+        }
+        Op::Softmax(attrs) => {
+            let mut operands = args.clone();
+            Is(Box::new(move |g, dy| {
+                operands.extend([y, dy]);
+                g.push(Op::SoftmaxSinkBack(*attrs), &operands, &name)
+            }))
+        }
+        Op::SoftmaxBack { .. } | Op::SoftmaxSinkBack(_) => Not(NO_SECOND_ORDER),
+        Op::LogSoftmax => Is(Box::new(move |g, dy| {
+            let p = g.unary(Unary::Exp, y)?;
+            let sum = g.sum(dy, &[x_shape.rank().saturating_sub(1)])?;
+            let share = g.mul(p, sum)?;
+            g.sub(dy, share)
+        })),
+
         // ---- normalization and position
+        Op::Norm { kind, eps } => {
+            let op = Op::NormBack { kind: *kind, eps: *eps };
+            Is(Box::new(move |g, dy| g.push(op, &[x, dy], &name)))
+        }
+        Op::NormBack { .. } => Not(NO_SECOND_ORDER),
         Op::RmsNorm { eps } => {
             let (eps, x, w) = (*eps, arg(0), arg(1));
             let wrt = if i == 0 { NormOperand::X } else { NormOperand::Weight };

@@ -189,6 +189,60 @@ pub enum RopeStyle {
     Halves,
 }
 
+/// YaRN (Peng and others, 2023), as ggml has it. With the unscaled angle
+/// `e = pos base^(-2i/dims) / factor_i` the angle is `(1 - m) freq_scale e + m e`, where
+/// `m = ext_factor (1 - clamp((i - low) / max(0.001, high - low), 0, 1))`, and cosines and sines
+/// are multiplied by `attn_factor (1 + 0.1 ln(1/freq_scale))`. `low` and `high` are
+/// `dims ln(context / (2 pi beta)) / (2 ln base)` for `beta_fast` and `beta_slow`, kept within
+/// `0 ..= dims - 1` on the outer sides.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Yarn {
+    /// How far to extrapolate; above 0.
+    pub ext_factor: Real,
+    /// Multiplies cosines and sines.
+    pub attn_factor: Real,
+    /// Turns within the context from which on a frequency is not scaled.
+    pub beta_fast: Real,
+    /// Turns within the context up to which a frequency is scaled whole.
+    pub beta_slow: Real,
+    /// Tokens of the context before it was extended.
+    pub context: u32,
+    /// Whether `low` is rounded down and `high` up (all models but gpt-oss).
+    pub round: bool,
+}
+
+/// Positions of several kinds (multi-section rope): each pair of elements turns by one of four.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Sections {
+    /// Pairs that turn by the time, height, width and the extra position, one after another and
+    /// over again.
+    pub sizes: [u32; 4],
+    /// Time, height and width alternate instead, each up to its size (Qwen3-VL).
+    pub interleaved: bool,
+}
+
+impl Sections {
+    /// Which of the four positions pair `i` turns by. The rules of ggml's `ggml_mrope_cache_init`.
+    pub fn of(&self, i: usize) -> usize {
+        let [t, h, w, e] = self.sizes.map(|n| n as usize);
+        let at = i % (t + h + w + e).max(1);
+        if self.interleaved {
+            return match at % 3 {
+                1 if at < 3 * h => 1,
+                2 if at < 3 * w => 2,
+                0 if at < 3 * t => 0,
+                _ => 3,
+            };
+        }
+        match at {
+            at if at < t => 0,
+            at if at < t + h => 1,
+            at if at < t + h + w => 2,
+            _ => 3,
+        }
+    }
+}
+
 /// The angles of rotary embedding: `theta_i = pos * freq_scale * base^(-2i/dims) / factor_i`.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RopeAngles {
@@ -200,6 +254,24 @@ pub struct RopeAngles {
     pub freq_scale: Real,
     /// True when the second operand holds `dims/2` frequency factors.
     pub factors: bool,
+    /// Context extension that treats frequencies differently.
+    pub yarn: Option<Yarn>,
+    /// Positions of several kinds.
+    pub sections: Option<Sections>,
+}
+
+impl RopeAngles {
+    /// Plain angles of `dims` elements.
+    pub fn plain(dims: usize, base: f32) -> RopeAngles {
+        RopeAngles {
+            dims,
+            base: base.into(),
+            freq_scale: 1.0.into(),
+            factors: false,
+            yarn: None,
+            sections: None,
+        }
+    }
 }
 
 /// The attributes of causal attention over the rows of packed sequences and, optionally, their
@@ -234,6 +306,67 @@ pub enum NormOperand {
     X,
     /// The weight.
     Weight,
+}
+
+/// What [`Op::Norm`] does to each row of the last dimension.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum NormKind {
+    /// Layer normalization without weights: `(x - mean) / sqrt(var + eps)`, `var` the mean
+    /// square of `x - mean`.
+    Layer,
+    /// `x / max(|x|, eps)`; where `|x| <= eps` the divisor is a constant.
+    L2Clamp,
+    /// `x / sqrt(sum x^2 + eps)`
+    L2Add,
+}
+
+impl NormKind {
+    /// All of them.
+    pub const ALL: [NormKind; 3] = [NormKind::Layer, NormKind::L2Clamp, NormKind::L2Add];
+}
+
+/// The attributes of [`Op::Softmax`].
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct SoftmaxAttrs {
+    /// Multiplies `x`.
+    pub scale: Real,
+    /// True when an operand holds what is added to the logits.
+    pub mask: bool,
+    /// ALiBi: the mask is multiplied by a slope per head, `2^(-max_bias h/n)` with the exceptions
+    /// of ggml where the number of heads is no power of two; 0 multiplies by 1.
+    pub max_bias: Real,
+    /// True when the last operand holds a logit per head that joins the sum and nothing else.
+    pub sinks: bool,
+}
+
+impl SoftmaxAttrs {
+    /// The plain softmax.
+    pub const PLAIN: SoftmaxAttrs =
+        SoftmaxAttrs { scale: Real::new(1.0), mask: false, max_bias: Real::new(0.0), sinks: false };
+}
+
+/// The slope of ALiBi for one of `heads` heads, as ggml has it: with `n` the greatest power of
+/// two not above `heads`, `2^(-max_bias (h+1) / n)` for `h < n`, and
+/// `2^(-max_bias/2 (2 (h-n) + 1) / n)` for the rest; 1 when `max_bias` is 0.
+pub fn alibi_slope(max_bias: f32, head: usize, heads: usize) -> f32 {
+    if max_bias == 0.0 || heads == 0 {
+        return 1.0;
+    }
+    let n = 1usize << heads.ilog2();
+    let (step, times) = match head.checked_sub(n) {
+        None => (f64::from(max_bias), head + 1),
+        Some(over) => (f64::from(max_bias) / 2.0, 2 * over + 1),
+    };
+    (-step * times as f64 / n as f64).exp2() as f32
+}
+
+/// In which order [`Op::TopK`] lists elements.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Order {
+    /// The least first.
+    Ascending,
+    /// The greatest first.
+    Descending,
 }
 
 /// Which operand of [`Op::Lora`] a gradient is for.
@@ -307,6 +440,23 @@ pub enum Op {
         /// Bit set of dimensions.
         dims: u8,
     },
+    /// `(f x) -> f`: running sums along one dimension, in f32, each element included in its own
+    /// sum. Gradient: the same, the other way round.
+    CumSum {
+        /// The dimension.
+        dim: u8,
+        /// From the last element to the first.
+        reverse: bool,
+    },
+    /// `(f x [.., n]) -> i [.., k]`: the indices of the `k` greatest (least) elements of each row,
+    /// in order; of equals the lowest index first, and NaN after all numbers. With `k = n`, a
+    /// sort. Indices have no gradient; the values gathered by them do.
+    TopK {
+        /// How many.
+        k: usize,
+        /// Which come first.
+        order: Order,
+    },
     /// `(f x) -> f`: dimensions of size 1 (or absent leading ones) are repeated up to `shape`.
     Broadcast {
         /// The resulting shape.
@@ -369,13 +519,34 @@ pub enum Op {
     QuantizeRows,
 
     // ---- indexing ----------------------------------------------------------------------
-    /// `(table [V, K] of any dtype, i ids [T]) -> f32 [T, K]`.
+    /// `(table [V, K] of any dtype, i ids [..]) -> f32 [.., K]`, or
+    /// `(table [B.., V, K], i ids [B.., T]) -> f32 [B.., T, K]`, where every leading index has
+    /// its own table.
     Gather,
-    /// `(i ids [T], f x [T, K]) -> f [rows, K]`: rows of `x` added up by id, in row order.
+    /// `(i ids [B.., T], f x [B.., T, K]) -> f [B.., rows, K]`: rows of `x` added up by id, in row
+    /// order.
     ScatterAdd {
         /// Rows of the result.
         rows: usize,
     },
+
+    // ---- softmax -----------------------------------------------------------------------
+    /// `(f x [.., n] [, f mask, broadcast to x, last dimension n] [, f sinks [H]]) -> f [.., n]`:
+    /// along the last dimension `exp(l_i - m) / (sum_j exp(l_j - m) + exp(sink - m))` with
+    /// `l = scale x + slope mask`; see [`SoftmaxAttrs`]. With sinks or ALiBi `x` is
+    /// `[.., H, T, n]`. A row whose logits are all -inf (and that has no sink) gives zeros.
+    Softmax(SoftmaxAttrs),
+    /// `(f y, f dy) -> f`: gradient of [`Op::Softmax`] for `x`, from its result:
+    /// `scale y (dy - sum(y dy))`.
+    SoftmaxBack {
+        /// As in the forward op.
+        scale: Real,
+    },
+    /// `(f x [, f mask], f sinks, f y, f dy) -> f [H]`: gradient of [`Op::Softmax`] for the sinks:
+    /// `-sum over a head's rows of p_sink sum(y dy)`, where `p_sink` is the sink's own share.
+    SoftmaxSinkBack(SoftmaxAttrs),
+    /// `(f x [.., n]) -> f`: `x - ln(sum exp x)` along the last dimension.
+    LogSoftmax,
 
     // ---- normalization and position ----------------------------------------------------
     /// `(f x [.., n], f w [n]) -> f`: `x / sqrt(mean(x^2) + eps) * w`.
@@ -392,8 +563,25 @@ pub enum Op {
         /// The operand it is for.
         wrt: NormOperand,
     },
-    /// `(i pos [T]) or (i pos [T], f factors [dims/2]) -> f [T, dims]`: `dims/2` cosines, then
-    /// `dims/2` sines, of the angles of each position; computed in f64, rounded once.
+    /// `(f x [.., n]) -> f`: see [`NormKind`].
+    Norm {
+        /// Which.
+        kind: NormKind,
+        /// Its constant: above 0 for the L2 kinds.
+        eps: Real,
+    },
+    /// `(f x, f dy) -> f`: gradient of [`Op::Norm`]. With `y` and the divisor `d` of the forward
+    /// op: `Layer`: `(dy - mean(dy) - y mean(y dy)) / d`; `L2Add`, and `L2Clamp` where
+    /// `|x| > eps`: `(dy - y sum(y dy)) / d`; `L2Clamp` elsewhere: `dy / eps`.
+    NormBack {
+        /// As in the forward op.
+        kind: NormKind,
+        /// As in the forward op.
+        eps: Real,
+    },
+    /// `(i pos) or (i pos, f factors [dims/2]) -> f [T, dims]`: `dims/2` cosines, then `dims/2`
+    /// sines, of the angles of each position; computed in f64, rounded once. `pos` is `[T]`, with
+    /// sections `[T, 4]`.
     RopeTable(RopeAngles),
     /// `(f x [T, H, D], f table [T, dims]) -> f`: each head's leading `dims` elements rotated
     /// by the row's angles: `(a, b) -> (a cos - b sin, a sin + b cos)`; the rest unchanged.
@@ -522,6 +710,8 @@ impl Op {
             Op::GluBack { kind: GluKind::Reglu, .. } => "RegluBack",
             Op::GluBack { kind: GluKind::SwigluOai { .. }, .. } => "SwigluOaiBack",
             Op::Sum { .. } => "Sum",
+            Op::CumSum { .. } => "CumSum",
+            Op::TopK { .. } => "TopK",
             Op::Broadcast { .. } => "Broadcast",
             Op::Reshape { .. } => "Reshape",
             Op::Permute { .. } => "Permute",
@@ -534,6 +724,16 @@ impl Op {
             Op::QuantizeRows => "QuantizeRows",
             Op::Gather => "Gather",
             Op::ScatterAdd { .. } => "ScatterAdd",
+            Op::Softmax(_) => "Softmax",
+            Op::SoftmaxBack { .. } => "SoftmaxBack",
+            Op::SoftmaxSinkBack(_) => "SoftmaxSinkBack",
+            Op::LogSoftmax => "LogSoftmax",
+            Op::Norm { kind: NormKind::Layer, .. } => "LayerNorm",
+            Op::Norm { kind: NormKind::L2Clamp, .. } => "L2NormClamp",
+            Op::Norm { kind: NormKind::L2Add, .. } => "L2NormAdd",
+            Op::NormBack { kind: NormKind::Layer, .. } => "LayerNormBack",
+            Op::NormBack { kind: NormKind::L2Clamp, .. } => "L2NormClampBack",
+            Op::NormBack { kind: NormKind::L2Add, .. } => "L2NormAddBack",
             Op::RmsNorm { .. } => "RmsNorm",
             Op::RmsNormBack { .. } => "RmsNormBack",
             Op::RopeTable(_) => "RopeTable",

@@ -41,6 +41,46 @@ fn epsilon(eps: Real) -> std::result::Result<(), String> {
     want(eps >= 0.0 && eps.is_finite(), || format!("eps must be finite and not negative, is {eps}"))
 }
 
+fn norm(kind: NormKind, eps: Real, x: Shape) -> std::result::Result<(), String> {
+    want(x.rank() > 0, || "a scalar has no rows".into())?;
+    match kind {
+        NormKind::Layer => epsilon(eps),
+        NormKind::L2Clamp | NormKind::L2Add => {
+            want(eps.get() > 0.0 && eps.get().is_finite(), || {
+                format!("eps must be finite and above 0, is {}", eps.get())
+            })
+        }
+    }
+}
+
+/// The operands of a softmax: `x`, then what the attributes name.
+fn softmax(x: Operand, rest: &[Operand], attrs: &SoftmaxAttrs) -> std::result::Result<(), String> {
+    let expected = usize::from(attrs.mask) + usize::from(attrs.sinks);
+    want(rest.len() == expected, || {
+        format!("takes {} operands, was given {}", expected + 1, rest.len() + 1)
+    })?;
+    let all: Vec<Operand> = std::iter::once(x).chain(rest.iter().copied()).collect();
+    f32s(&all, &[0, 1, 2])?;
+    let (x, max_bias) = (x.1, attrs.max_bias.get());
+    want(x.rank() > 0, || "a scalar has no rows".into())?;
+    want(attrs.scale.get().is_finite(), || "scale must be finite".into())?;
+    want(max_bias >= 0.0 && max_bias.is_finite() && (max_bias == 0.0 || attrs.mask), || {
+        format!("max_bias is {max_bias}: it must be finite, not negative, and multiply a mask")
+    })?;
+    want(x.rank() >= 3 || (max_bias == 0.0 && !attrs.sinks), || {
+        format!("x must be [.., H, T, n] to have heads, is {x}")
+    })?;
+    let mut rest = rest.iter();
+    if let (true, Some((_, mask))) = (attrs.mask, rest.next()) {
+        let fits = broadcast_shapes(x, *mask)? == x && mask.rank() > 0 && mask.cols() == x.cols();
+        want(fits, || format!("the mask {mask} does not fit {x}"))?;
+    }
+    if let (true, Some((_, sinks))) = (attrs.sinks, rest.next()) {
+        is(*sinks, &[x.dim(x.rank() - 3)], "sinks")?;
+    }
+    Ok(())
+}
+
 fn bounds(min: Real, max: Real) -> std::result::Result<(), String> {
     let (min, max) = (min.get(), max.get());
     want(min <= max, || format!("the bounds {min} and {max} are out of order or no numbers"))
@@ -209,6 +249,22 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 (0..x.rank()).map(|i| if dims >> i & 1 == 1 { 1 } else { x.dim(i) }).collect();
             Ok((f, fit(&out)?))
         }
+        Op::CumSum { dim, .. } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            want(usize::from(*dim) < x.1.rank(), || format!("no dimension {dim}"))?;
+            Ok((f, x.1))
+        }
+        Op::TopK { k, .. } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            let last = x.1.rank().checked_sub(1).ok_or("a scalar has no order")?;
+            want(*k <= x.1.dim(last), || format!("the first {k} of {}", x.1.dim(last)))?;
+            want(i32::try_from(x.1.dim(last)).is_ok(), || {
+                format!("indices of {} elements are beyond i32", x.1.dim(last))
+            })?;
+            Ok((DType::I32, x.1.with_dim(last, *k).map_err(|e| e.message)?))
+        }
         Op::Broadcast { shape } => {
             f32s(args, &[0])?;
             let [x] = operands(args)?;
@@ -312,21 +368,74 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
         Op::Gather => {
             i32s(args, &[1])?;
             let [table, ids] = operands(args)?;
-            want(table.1.rank() == 2, || format!("the table must be [V, K], is {}", table.1))?;
+            want(table.1.rank() >= 2, || format!("the table must be [.., V, K], is {}", table.1))?;
             want(table.0 != DType::I32 && table.0 != DType::Q8Rows, || {
                 format!("no rows of a table of {}", table.0)
             })?;
-            want(ids.1.rank() == 1, || format!("ids must be [T], are {}", ids.1))?;
-            Ok((f, fit(&[ids.1.dim(0), table.1.dim(1)])?))
+            want(ids.1.rank() >= 1, || "ids must have a dimension".into())?;
+            if table.1.rank() > 2 {
+                let lead = table.1.rank() - 2;
+                let own = ids.1.rank() == lead + 1;
+                want(own && ids.1.dims()[..lead] == table.1.dims()[..lead], || {
+                    format!("ids {} do not fit the leading dimensions of {}", ids.1, table.1)
+                })?;
+                let block = matches!(table.0, DType::Block(_));
+                want(!block, || format!("a {} table must be [V, K], is {}", table.0, table.1))?;
+            }
+            let mut dims = ids.1.dims().to_vec();
+            dims.push(table.1.cols());
+            Ok((f, fit(&dims)?))
         }
         Op::ScatterAdd { rows } => {
             i32s(args, &[0])?;
             f32s(args, &[1])?;
             let [ids, x] = operands(args)?;
-            want(ids.1.rank() == 1 && x.1.rank() == 2 && x.1.dim(0) == ids.1.dim(0), || {
-                format!("ids {} and rows {} do not match", ids.1, x.1)
-            })?;
-            Ok((f, fit(&[*rows, x.1.dim(1)])?))
+            let rank = ids.1.rank();
+            let fits = rank >= 1 && x.1.rank() == rank + 1 && x.1.dims()[..rank] == *ids.1.dims();
+            want(fits, || format!("ids {} and rows {} do not match", ids.1, x.1))?;
+            Ok((f, x.1.with_dim(rank - 1, *rows).map_err(|e| e.message)?))
+        }
+        Op::Softmax(attrs) => {
+            let [x, rest @ ..] = args else { return Err("takes x".into()) };
+            softmax(*x, rest, attrs)?;
+            Ok((f, x.1))
+        }
+        Op::SoftmaxBack { scale } => {
+            f32s(args, &[0, 1])?;
+            let [y, dy] = operands(args)?;
+            want(scale.get().is_finite(), || "scale must be finite".into())?;
+            want(y.1.rank() > 0, || "a scalar has no rows".into())?;
+            same(y.1, dy.1)?;
+            Ok((f, y.1))
+        }
+        Op::SoftmaxSinkBack(attrs) => {
+            want(attrs.sinks, || "there are no sinks".into())?;
+            let [x, rest @ .., y, dy] = args else { return Err("takes x, y and dy".into()) };
+            softmax(*x, rest, attrs)?;
+            for (i, operand) in [(args.len() - 2, y), (args.len() - 1, dy)] {
+                want(operand.0 == f, || format!("operand {i} must be f32, is {}", operand.0))?;
+                same(x.1, operand.1)?;
+            }
+            Ok((f, fit(&[x.1.dim(x.1.rank() - 3)])?))
+        }
+        Op::LogSoftmax => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            want(x.1.rank() > 0, || "a scalar has no rows".into())?;
+            Ok((f, x.1))
+        }
+        Op::Norm { kind, eps } => {
+            f32s(args, &[0])?;
+            let [x] = operands(args)?;
+            norm(*kind, *eps, x.1)?;
+            Ok((f, x.1))
+        }
+        Op::NormBack { kind, eps } => {
+            f32s(args, &[0, 1])?;
+            let [x, dy] = operands(args)?;
+            norm(*kind, *eps, x.1)?;
+            same(x.1, dy.1)?;
+            Ok((f, x.1))
         }
         Op::RmsNorm { eps } => {
             f32s(args, &[0, 1])?;
@@ -357,7 +466,31 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 let [pos] = operands(args)?;
                 pos
             };
-            want(pos.1.rank() == 1, || format!("positions must be [T], are {}", pos.1))?;
+            match angles.sections {
+                None => {
+                    want(pos.1.rank() == 1, || format!("positions must be [T], are {}", pos.1))?;
+                }
+                Some(sections) => {
+                    want(pos.1.rank() == 2 && pos.1.dim(1) == 4, || {
+                        format!("positions of sections must be [T, 4], are {}", pos.1)
+                    })?;
+                    want(sections.sizes.iter().any(|&n| n > 0), || "sections of 0 pairs".into())?;
+                    want(sections.sizes.iter().all(|&n| n <= 1 << 20), || {
+                        format!("sections of {:?} pairs", sections.sizes)
+                    })?;
+                }
+            }
+            if let Some(yarn) = angles.yarn {
+                let above = [yarn.ext_factor, yarn.beta_fast, yarn.beta_slow];
+                let ok = above.iter().all(|x| x.get() > 0.0 && x.get().is_finite());
+                want(ok && yarn.attn_factor.get().is_finite() && yarn.context > 0, || {
+                    format!("{yarn:?} has a number that is not above 0")
+                })?;
+                let (base, scale) = (angles.base.get(), angles.freq_scale.get());
+                want(base > 1.0 && scale > 0.0, || {
+                    format!("YaRN takes a base above 1 and a scale above 0, not {base} and {scale}")
+                })?;
+            }
             want(angles.dims > 0 && angles.dims % 2 == 0, || {
                 format!("rotates {} elements, not a positive even number", angles.dims)
             })?;

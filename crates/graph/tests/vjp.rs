@@ -129,7 +129,14 @@ fn labels() {
 fn positions_frequency_factors_and_angles() {
     let mut g = Graph::new();
     let (pos, factors) = (i32s(&mut g, "pos", &[3]), f32s(&mut g, "rope_freqs", &[2]));
-    let angles = RopeAngles { dims: 4, base: 1e4.into(), freq_scale: 1.0.into(), factors: true };
+    let angles = RopeAngles {
+        dims: 4,
+        base: 1e4.into(),
+        freq_scale: 1.0.into(),
+        factors: true,
+        yarn: None,
+        sections: None,
+    };
     let table = g.push(Op::RopeTable(angles), &[pos, factors], "rope").unwrap();
     let x = f32s(&mut g, "x", &[3, 2, 4]);
     let op = Op::Rope { style: RopeStyle::Halves, inverse: false };
@@ -345,7 +352,14 @@ fn the_first_blocked_node_in_forward_order_is_named() {
 fn of_one_node_the_first_blocked_operand_is_named() {
     let mut g = Graph::new();
     let (pos, factors) = (i32s(&mut g, "pos", &[3]), f32s(&mut g, "factors", &[2]));
-    let angles = RopeAngles { dims: 4, base: 1e4.into(), freq_scale: 1.0.into(), factors: true };
+    let angles = RopeAngles {
+        dims: 4,
+        base: 1e4.into(),
+        freq_scale: 1.0.into(),
+        factors: true,
+        yarn: None,
+        sections: None,
+    };
     let table = g.push(Op::RopeTable(angles), &[pos, factors], "rope").unwrap();
     for wrt in [[pos, factors], [factors, pos]] {
         assert_eq!(refusal(&g, table, &wrt).operand.unwrap(), "0 (`pos`, i32)");

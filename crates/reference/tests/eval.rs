@@ -188,7 +188,14 @@ fn norms() {
 
 #[test]
 fn rope() {
-    let angles = RopeAngles { dims: 4, base: 100.0.into(), freq_scale: 0.5.into(), factors: true };
+    let angles = RopeAngles {
+        dims: 4,
+        base: 100.0.into(),
+        freq_scale: 0.5.into(),
+        factors: true,
+        yarn: None,
+        sections: None,
+    };
     let args = [i(&[2], &[2, 0]), f(&[2], &[1.0, 2.0])];
     // Angles 2 / 2 and 2 / 2 / 10 / 2.
     let table = try_run(Op::RopeTable(angles), &args, Mode::Smooth).unwrap();

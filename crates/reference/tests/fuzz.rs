@@ -64,7 +64,7 @@ impl Fuzzer {
         let dim = self.0.below(4) as u8;
         let [t, k, n, h] = [(); 4].map(|()| self.size());
         let real = self.real();
-        match self.0.below(30) {
+        match self.0.below(38) {
             0 => {
                 let kind = self.pick(&Binary::ALL);
                 let other = if self.one_in(2) { d.clone() } else { self.dims() };
@@ -139,7 +139,14 @@ impl Fuzzer {
             }
             21 => {
                 let factors = self.one_in(2);
-                let angles = RopeAngles { dims: 2 * k, base: real, freq_scale: real, factors };
+                let angles = RopeAngles {
+                    dims: 2 * k,
+                    base: real,
+                    freq_scale: real,
+                    factors,
+                    yarn: None,
+                    sections: None,
+                };
                 let mut args = vec![i(&[t])];
                 if factors {
                     args.push(f(&[k]));
@@ -189,6 +196,49 @@ impl Fuzzer {
                     }
                 }
             }
+            30 => {
+                let (min, max) = self.pick(&[(0.0, 1.0), (-1e30, f32::INFINITY), (0.5, 0.5)]);
+                let (min, max) = (Real::new(min), Real::new(max));
+                match self.one_in(2) {
+                    true => (Op::Clamp { min, max }, vec![f(&d)]),
+                    false => (Op::ClampBack { min, max }, vec![f(&d), f(&d)]),
+                }
+            }
+            31 => (Op::Fill { value: real, shape: Shape::new(&d).unwrap() }, vec![]),
+            32 => (Op::CumSum { dim, reverse: self.one_in(2) }, vec![f(&d)]),
+            33 => {
+                let order = self.pick(&[Order::Ascending, Order::Descending]);
+                (Op::TopK { k: self.0.below(4), order }, vec![f(&d)])
+            }
+            34 => {
+                let (mask, sinks) = (self.one_in(2), self.one_in(2));
+                let max_bias = if mask && self.one_in(2) { 8.0 } else { 0.0 }.into();
+                let attrs = SoftmaxAttrs { scale: real, mask, max_bias, sinks };
+                let x = [2, h, t, k];
+                let mut args = vec![f(&x)];
+                args.extend(mask.then(|| self.pick(&[f(&[t, k]), f(&[k]), f(&[2, 1, t, k])])));
+                args.extend(sinks.then(|| f(&[h])));
+                if sinks && self.one_in(2) {
+                    args.extend([f(&x), f(&x)]);
+                    return (Op::SoftmaxSinkBack(attrs), args);
+                }
+                (Op::Softmax(attrs), args)
+            }
+            35 => match self.one_in(2) {
+                true => (Op::LogSoftmax, vec![f(&d)]),
+                false => (Op::SoftmaxBack { scale: real }, vec![f(&d), f(&d)]),
+            },
+            36 => {
+                let kind = self.pick(&NormKind::ALL);
+                match self.one_in(2) {
+                    true => (Op::Norm { kind, eps: real }, vec![f(&d)]),
+                    false => (Op::NormBack { kind, eps: real }, vec![f(&d), f(&d)]),
+                }
+            }
+            37 => match self.one_in(2) {
+                true => (Op::Gather, vec![f(&[t, h, n, k]), i(&[t, h, 3])]),
+                false => (Op::ScatterAdd { rows: n }, vec![i(&[t, h, 3]), f(&[t, h, 3, k])]),
+            },
             26 => {
                 let v = self.pick(&[1, 3, 32]);
                 (Op::CrossEntropy, vec![f(&[t, v]), i(&[t])])

@@ -1,10 +1,12 @@
 //! Rows by index.
 
 use gguf::TensorType;
-use graph::{Call, DType, Needs, Unsupported};
+use std::cmp::Ordering;
+
+use graph::{Call, DType, Needs, Order, Unsupported};
 
 use super::{Support, TILE_ELEMENTS, Tiles, arg, dense, row_tiles, rows};
-use crate::job::Job;
+use crate::job::{Job, Scratch};
 use crate::simd::{LANES, Simd, Task};
 
 /// A packed table, a dense one of any type, or f32 rows.
@@ -39,7 +41,8 @@ fn check(ids: &[i32], rows: usize) -> Result<(), String> {
 }
 
 pub(super) fn check_gather(job: &Job<'_>) -> Result<(), String> {
-    check(job.input(1).ints(), job.input(0).arg.shape.dim(0))
+    let table = job.input(0).arg.shape;
+    check(job.input(1).ints(), table.dim(table.rank().saturating_sub(2)))
 }
 
 pub(super) fn check_scatter(job: &Job<'_>, rows: usize) -> Result<(), String> {
@@ -61,8 +64,14 @@ pub(super) fn gather_tile(job: &Job<'_>, tile: usize) {
     let table = job.input(0);
     let cols = job.out.shape.cols();
     let ids = job.input(1).ints();
+    let shape = table.arg.shape;
+    // With leading dimensions, ids of each last dimension have a table of their own.
+    let (rows, own) = match shape.rank() {
+        0..=2 => (0, 1),
+        rank => (shape.dim(rank - 2), job.input(1).arg.shape.cols().max(1)),
+    };
     for i in row_tiles(job).range(tile) {
-        let id = ids[i] as usize;
+        let id = i / own * rows + ids[i] as usize;
         // SAFETY: row `i` of the result is this tile's.
         let to = unsafe { std::slice::from_raw_parts_mut(job.out_row::<f32>(i), cols) };
         if let Some(matrix) = table.matrix() {
@@ -113,8 +122,11 @@ impl Task for Scatter<'_> {
         // SAFETY: the range's rows of the result are this tile's.
         unsafe { std::slice::from_raw_parts_mut(start, self.range.len() * cols) }.fill(0.0);
         let x = self.job.input(1).rows::<f32>();
+        let shape = self.job.out.shape;
+        let rows = shape.dim(shape.rank().saturating_sub(2));
+        let per_table = self.job.input(0).arg.shape.cols().max(1);
         for (i, &id) in self.job.input(0).ints().iter().enumerate() {
-            let id = id as usize;
+            let id = i / per_table * rows + id as usize;
             if !self.range.contains(&id) {
                 continue;
             }
@@ -130,6 +142,69 @@ impl Task for Scatter<'_> {
                 }
                 j += LANES;
             }
+        }
+    }
+}
+
+/// Rows of floats; scratch for a row of indices.
+pub(super) fn supports_top_k(call: &Call<'_>) -> Support {
+    rows(call, 0)?;
+    Ok(super::needs(&[call.args[0].shape.cols()]))
+}
+
+fn top_k_grid(job: &Job<'_>) -> Tiles {
+    let shape = job.input(0).arg.shape;
+    Tiles::new(job.out.shape.rows(), TILE_ELEMENTS / 8 / shape.cols().max(1))
+}
+
+pub(super) fn top_k_tiles(job: &Job<'_>) -> usize {
+    top_k_grid(job).count
+}
+
+pub(super) fn top_k_tile(
+    job: &Job<'_>,
+    k: usize,
+    order: Order,
+    tile: usize,
+    mut scratch: Scratch<'_>,
+) {
+    let n = job.input(0).arg.shape.cols();
+    if k == 0 {
+        return;
+    }
+    let memory = scratch.take(n);
+    // SAFETY: u32 has the size and alignment of f32, and no invalid bits.
+    let (_, places, _) = unsafe { memory.align_to_mut::<u32>() };
+    let x = job.input(0).rows::<f32>();
+    for row in top_k_grid(job).range(tile) {
+        // SAFETY: rows of x have `n` elements.
+        let x = unsafe { std::slice::from_raw_parts(x.row(row), n) };
+        // One order of all elements, so that no way of sorting shows.
+        let before = |&a: &u32, &b: &u32| {
+            let (p, q) = (x[a as usize], x[b as usize]);
+            let by_value = match (p.is_nan(), q.is_nan()) {
+                (true, true) => Ordering::Equal,
+                (true, false) => Ordering::Greater,
+                (false, true) => Ordering::Less,
+                (false, false) => {
+                    let ascending = p.partial_cmp(&q).unwrap_or(Ordering::Equal);
+                    if order == Order::Ascending { ascending } else { ascending.reverse() }
+                }
+            };
+            by_value.then(a.cmp(&b))
+        };
+        for (i, place) in places.iter_mut().enumerate() {
+            *place = i as u32;
+        }
+        if k < n {
+            places.select_nth_unstable_by(k - 1, before);
+        }
+        let first = &mut places[..k];
+        first.sort_unstable_by(before);
+        // SAFETY: row `row` of the result, of `k` elements, is this tile's.
+        let to = unsafe { std::slice::from_raw_parts_mut(job.out_row::<i32>(row), k) };
+        for (to, &place) in to.iter_mut().zip(&*first) {
+            *to = place as i32;
         }
     }
 }

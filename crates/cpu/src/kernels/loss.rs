@@ -52,7 +52,7 @@ pub(super) fn run_tile(job: &Job<'_>, tile: usize) {
 /// # Safety
 /// `x` must be valid for `n > 0` reads.
 #[inline(always)]
-unsafe fn log_sum_exp<S: Simd>(s: S, x: *const f32, n: usize) -> (f32, f32) {
+pub(super) unsafe fn log_sum_exp<S: Simd>(s: S, x: *const f32, n: usize) -> (f32, f32) {
     // SAFETY: the caller's.
     unsafe {
         let lowest = s.splat(f32::NEG_INFINITY);

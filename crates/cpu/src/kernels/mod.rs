@@ -14,6 +14,7 @@ mod loss;
 mod norm;
 mod quantize;
 mod rope;
+mod softmax;
 mod sum;
 #[cfg(test)]
 mod tests;
@@ -91,12 +92,19 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         | Op::Glu(_)
         | Op::GluBack { .. } => elementwise::supports(call),
         Op::Sum { .. } => sum::supports(call),
+        Op::CumSum { .. } => sum::supports_running(call),
+        Op::TopK { .. } => indexing::supports_top_k(call),
         Op::Broadcast { .. } | Op::Copy => layout::supports_copy(call),
         Op::Pad { .. } | Op::Concat { .. } => layout::supports_join(call),
         Op::Cast { .. } | Op::Round { .. } | Op::QuantizeRows => quantize::supports(call),
         Op::Gather => indexing::supports_gather(call),
         Op::ScatterAdd { .. } => indexing::supports_scatter(call),
-        Op::RmsNorm { .. } | Op::RmsNormBack { .. } => norm::supports(call),
+        Op::Softmax(_) | Op::SoftmaxBack { .. } | Op::SoftmaxSinkBack(_) | Op::LogSoftmax => {
+            softmax::supports(call)
+        }
+        Op::Norm { .. } | Op::NormBack { .. } | Op::RmsNorm { .. } | Op::RmsNormBack { .. } => {
+            norm::supports(call)
+        }
         Op::RopeTable(_) => rope::supports_table(call),
         Op::Rope { .. } => rope::supports(call),
         Op::MatMul { .. } => matmul::supports(call),
@@ -143,6 +151,12 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
             elementwise::tiles(job)
         }
         Op::Sum { .. } => sum::tiles(job),
+        Op::CumSum { dim, .. } => sum::running_tiles(job, usize::from(*dim)),
+        Op::TopK { .. } => indexing::top_k_tiles(job),
+        Op::Softmax(_) | Op::SoftmaxBack { .. } | Op::SoftmaxSinkBack(_) | Op::LogSoftmax => {
+            softmax::tiles(job)
+        }
+        Op::Norm { .. } | Op::NormBack { .. } => row_tiles(job).count,
         Op::Cast { .. } | Op::Round { .. } | Op::QuantizeRows | Op::Gather => row_tiles(job).count,
         Op::ScatterAdd { .. } => indexing::scatter_tiles(job),
         Op::RmsNorm { .. } | Op::RmsNormBack { wrt: NormOperand::X, .. } => row_tiles(job).count,
@@ -175,13 +189,20 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
             elementwise::run_tile(job, tile);
         }
         Op::Sum { dims } => sum::run_tile(job, *dims, tile),
+        Op::CumSum { dim, reverse } => sum::running_tile(job, usize::from(*dim), *reverse, tile),
+        Op::TopK { k, order } => indexing::top_k_tile(job, *k, *order, tile, scratch),
+        Op::Softmax(_) | Op::SoftmaxBack { .. } | Op::SoftmaxSinkBack(_) | Op::LogSoftmax => {
+            softmax::run_tile(job, tile, scratch)
+        }
         Op::Broadcast { .. } | Op::Copy => layout::copy_tile(job, tile),
         Op::Pad { dim, before, .. } => layout::pad_tile(job, usize::from(*dim), *before, tile),
         Op::Concat { dim } => layout::concat_tile(job, usize::from(*dim), tile),
         Op::Cast { .. } | Op::Round { .. } | Op::QuantizeRows => quantize::run_tile(job, tile),
         Op::Gather => indexing::gather_tile(job, tile),
         Op::ScatterAdd { .. } => indexing::scatter_tile(job, tile),
-        Op::RmsNorm { .. } | Op::RmsNormBack { .. } => norm::run_tile(job, tile),
+        Op::Norm { .. } | Op::NormBack { .. } | Op::RmsNorm { .. } | Op::RmsNormBack { .. } => {
+            norm::run_tile(job, tile)
+        }
         Op::RopeTable(angles) => rope::table_tile(job, angles, tile, scratch),
         Op::Rope { style, inverse } => rope::run_tile(job, *style, *inverse, tile),
         Op::MatMul { .. } => matmul::run_tile(job, tile, scratch),

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use graph::{Call, DType, Needs, RopeAngles, RopeStyle};
+use graph::{Call, DType, Needs, RopeAngles, RopeStyle, Yarn};
 
 use super::{Support, TILE_ELEMENTS, Tiles, dense, dense_last, rows};
 use crate::job::{Job, Scratch};
@@ -54,23 +54,69 @@ pub(super) fn table_tile(
         // SAFETY: `supports` asked for a dense f32 operand.
         unsafe { f.slice::<f32>() }
     });
-    let (base, scale) = (f64::from(angles.base.get()), f64::from(angles.freq_scale.get()));
+    let base = f64::from(angles.base.get());
     for (i, f) in frequencies.iter_mut().enumerate() {
-        *f = scale * base.powf(-2.0 * i as f64 / angles.dims as f64);
+        *f = base.powf(-2.0 * i as f64 / angles.dims as f64);
         if let Some(factors) = factors {
             *f /= f64::from(factors[i]);
         }
     }
+    let scale = f64::from(angles.freq_scale.get());
+    let (ramp, size) = match &angles.yarn {
+        Some(yarn) => (Some(Ramp::new(angles, yarn)), {
+            f64::from(yarn.attn_factor.get()) * (1.0 - 0.1 * scale.ln())
+        }),
+        None => (None, 1.0),
+    };
+    for (i, f) in frequencies.iter_mut().enumerate() {
+        let mix = ramp.as_ref().map_or(0.0, |ramp| ramp.at(i));
+        *f *= scale * (1.0 - mix) + mix;
+    }
     let positions = job.input(0).ints();
     for t in grid(job).range(tile) {
-        let position = f64::from(positions[t]);
         // SAFETY: row `t` of the result, of `dims` elements, is this tile's.
         let row = unsafe { std::slice::from_raw_parts_mut(job.out_row::<f32>(t), 2 * half) };
         let (cosines, sines) = row.split_at_mut(half);
-        for ((cos, sin), f) in cosines.iter_mut().zip(sines).zip(&*frequencies) {
-            let (s, c) = (position * f).sin_cos();
-            (*cos, *sin) = (c as f32, s as f32);
+        let pairs = cosines.iter_mut().zip(sines).zip(&*frequencies);
+        for (i, ((cos, sin), f)) in pairs.enumerate() {
+            let position = match angles.sections {
+                None => positions[t],
+                Some(sections) => positions[4 * t + sections.of(i)],
+            };
+            let (s, c) = (f64::from(position) * f).sin_cos();
+            (*cos, *sin) = ((c * size) as f32, (s * size) as f32);
         }
+    }
+}
+
+/// How far each pair extrapolates: YaRN's ramp, from `ext_factor` down to 0.
+struct Ramp {
+    low: f64,
+    width: f64,
+    ext_factor: f64,
+}
+
+impl Ramp {
+    fn new(angles: &RopeAngles, yarn: &Yarn) -> Ramp {
+        let (dims, base) = (angles.dims as f64, f64::from(angles.base.get()));
+        // The pair that makes so many turns within the original context.
+        let pair = |turns: f32| {
+            let context = f64::from(yarn.context);
+            let circumference = std::f64::consts::TAU * f64::from(turns);
+            dims * (context / circumference).ln() / (2.0 * base.ln())
+        };
+        let (mut low, mut high) = (pair(yarn.beta_fast.get()), pair(yarn.beta_slow.get()));
+        if yarn.round {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, high) = (low.max(0.0), high.min(dims - 1.0));
+        let ext_factor = f64::from(yarn.ext_factor.get());
+        Ramp { low, width: (high - low).max(0.001), ext_factor }
+    }
+
+    fn at(&self, pair: usize) -> f64 {
+        let ramp = ((pair as f64 - self.low) / self.width).clamp(0.0, 1.0);
+        (1.0 - ramp) * self.ext_factor
     }
 }
 

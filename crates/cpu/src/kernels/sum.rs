@@ -1,4 +1,4 @@
-//! Sums over dimensions.
+//! Sums over dimensions, and running sums.
 
 use graph::{Call, DType, MAX_RANK, Needs, Shape};
 
@@ -153,4 +153,43 @@ unsafe fn add_row<S: Simd>(s: S, mut sum: S::F32, x: *const f32, n: usize) -> S:
         }
     }
     sum
+}
+
+/// A dense operand.
+pub(super) fn supports_running(call: &Call<'_>) -> Support {
+    dense(call, 0, DType::F32)?;
+    Ok(Needs::default())
+}
+
+/// Chains: every combination of the other dimensions.
+fn chains(job: &Job<'_>, dim: usize) -> (Tiles, usize, usize) {
+    let shape = job.out.shape;
+    let size = shape.dim(dim);
+    let inner: usize = shape.dims().iter().skip(dim + 1).product();
+    let outer: usize = shape.dims().iter().take(dim).product();
+    (Tiles::new(outer * inner, TILE_ELEMENTS / size.max(1)), size, inner)
+}
+
+pub(super) fn running_tiles(job: &Job<'_>, dim: usize) -> usize {
+    chains(job, dim).0.count
+}
+
+/// Chains of one tile, each added up in order.
+pub(super) fn running_tile(job: &Job<'_>, dim: usize, reverse: bool, tile: usize) {
+    let (grid, size, inner) = chains(job, dim);
+    let (x, out) = (job.input(0).ptr::<f32>(), job.out::<f32>());
+    for chain in grid.range(tile) {
+        let start = chain / inner * size * inner + chain % inner;
+        let mut sum = 0.0;
+        for step in 0..size {
+            let i = if reverse { size - 1 - step } else { step };
+            let at = start + i * inner;
+            // SAFETY: the chain's elements are inside of the dense operand and result, and this
+            // tile's.
+            unsafe {
+                sum += *x.add(at);
+                *out.add(at) = sum;
+            }
+        }
+    }
 }

@@ -111,6 +111,8 @@ fn p5_rows_stand_alone() {
                 base: Real::new(1e4),
                 freq_scale: Real::new(1.0),
                 factors: false,
+                yarn: None,
+                sections: None,
             };
             let table = c.graph.push(Op::RopeTable(angles), &[positions], "t").unwrap();
             c.graph.push(Op::Rope { style, inverse: false }, &[x[0], table], "r").unwrap()

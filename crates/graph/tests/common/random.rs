@@ -207,8 +207,14 @@ impl Maker {
                 let dims = d / 2 * 2;
                 let style = self.rng.pick(&[RopeStyle::Halves, RopeStyle::Interleaved]);
                 let pos = self.leaf(&[t], DType::I32);
-                let angles =
-                    RopeAngles { dims, base: 1e4.into(), freq_scale: 1.0.into(), factors: false };
+                let angles = RopeAngles {
+                    dims,
+                    base: 1e4.into(),
+                    freq_scale: 1.0.into(),
+                    factors: false,
+                    yarn: None,
+                    sections: None,
+                };
                 let table = self.graph.push(Op::RopeTable(angles), &[pos], &name)?;
                 self.graph.push(Op::Rope { style, inverse: false }, &[x, table], &name)
             }

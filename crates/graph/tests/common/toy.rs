@@ -100,6 +100,8 @@ impl Toy {
             base: 1e4.into(),
             freq_scale: 1.0.into(),
             factors: false,
+            yarn: None,
+            sections: None,
         };
         let table = g.push(Op::RopeTable(angles), &[pos], "rope").unwrap();
         let mut maker = Maker { toy: self, g, rows, scale, adapters: Vec::new() };

@@ -47,8 +47,26 @@ fn random_op(rng: &mut Rng) -> Op {
     };
     let slots = |rng: &mut Rng| rng.pick(&[0, 1, 1, 1, 2, 2, usize::MAX / 3, usize::MAX]);
     let dim = |rng: &mut Rng| rng.pick(&[0, 0, 0, 1, 1, 2, 5, 6, 7, 8, 64, 255]);
-    let kind = rng.pick(&[GluKind::Swiglu, GluKind::Geglu]);
-    match rng.below(31) {
+    let kind = rng.pick(&GluKind::ALL);
+    let norm = rng.pick(&NormKind::ALL);
+    let soft = |rng: &mut Rng| SoftmaxAttrs {
+        scale: real(rng),
+        mask: rng.chance(50),
+        max_bias: if rng.chance(50) { 0.0.into() } else { real(rng) },
+        sinks: rng.chance(50),
+    };
+    match rng.below(42) {
+        31 => Op::Clamp { min: real(rng), max: real(rng) },
+        32 => Op::ClampBack { min: real(rng), max: real(rng) },
+        33 => Op::Fill { value: real(rng), shape: shape(rng) },
+        34 => Op::CumSum { dim: dim(rng), reverse: rng.chance(50) },
+        35 => Op::TopK { k: random_number(rng), order: Order::Ascending },
+        36 => Op::Softmax(soft(rng)),
+        37 => Op::SoftmaxBack { scale: real(rng) },
+        38 => Op::SoftmaxSinkBack(soft(rng)),
+        39 => Op::LogSoftmax,
+        40 => Op::Norm { kind: norm, eps: real(rng) },
+        41 => Op::NormBack { kind: norm, eps: real(rng) },
         0 => Op::Leaf,
         1 => Op::Binary(rng.pick(&[Binary::Add, Binary::Sub, Binary::Mul, Binary::Div])),
         2 => Op::Unary(rng.pick(&Unary::ALL)),
@@ -85,6 +103,8 @@ fn random_op(rng: &mut Rng) -> Op {
             base: if rng.chance(80) { 1e4.into() } else { real(rng) },
             freq_scale: if rng.chance(80) { 1.0.into() } else { real(rng) },
             factors: rng.chance(30),
+            yarn: None,
+            sections: None,
         }),
         22 => Op::Rope { style: RopeStyle::Halves, inverse: rng.chance(50) },
         23 => Op::MatMul { ta: rng.chance(50), tb: rng.chance(50) },

@@ -6,6 +6,7 @@ use gradus_graph::*;
 
 use crate::common::shape;
 use crate::dtype;
+use crate::rows::rows;
 
 pub const Q8: DType = DType::Block(TensorType::Q8_0);
 
@@ -16,7 +17,7 @@ pub struct Case {
     pub refused: Vec<(&'static str, &'static str)>,
 }
 
-fn case(
+pub fn case(
     op: Op,
     taken: &[(&'static str, &'static str)],
     refused: &[(&'static str, &'static str)],
@@ -24,9 +25,9 @@ fn case(
     Case { op, taken: taken.to_vec(), refused: refused.to_vec() }
 }
 
-const AND_TWO: (&str, &str) = ("f32 [2]", "takes 2 operands, was given 1");
+pub const AND_TWO: (&str, &str) = ("f32 [2]", "takes 2 operands, was given 1");
 const ONE_NOT_TWO: (&str, &str) = ("f32 [2]; f32 [2]", "takes 1 operands, was given 2");
-const NONE: (&str, &str) = ("", "takes 1 operands, was given 0");
+pub const NONE: (&str, &str) = ("", "takes 1 operands, was given 0");
 
 fn elementwise() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -375,10 +376,23 @@ fn lookups() -> Vec<Case> {
                 ("f32 [5, 3]; i32 [2]", "f32 [2, 3]"),
                 ("f16 [5, 3]; i32 [0]", "f32 [0, 3]"),
                 ("Q4_K [5, 256]; i32 [2]", "f32 [2, 256]"),
+                ("Q4_K [5, 256]; i32 [2, 3]", "f32 [2, 3, 256]"),
+                ("f32 [5, 3]; i32 [2, 4, 6]", "f32 [2, 4, 6, 3]"),
+                ("f32 [2, 5, 3]; i32 [2, 4]", "f32 [2, 4, 3]"),
+                ("bf16 [6, 2, 5, 3]; i32 [6, 2, 4]", "f32 [6, 2, 4, 3]"),
             ],
             &[
-                ("f32 [5]; i32 [2]", "the table must be [V, K], is [5]"),
-                ("f32 [5, 3]; i32 [2, 2]", "ids must be [T], are [2, 2]"),
+                ("f32 [5]; i32 [2]", "the table must be [.., V, K], is [5]"),
+                ("f32 [5, 3]; i32 []", "ids must have a dimension"),
+                (
+                    "f32 [2, 5, 3]; i32 [3, 4]",
+                    "ids [3, 4] do not fit the leading dimensions of [2, 5, 3]",
+                ),
+                (
+                    "f32 [2, 5, 3]; i32 [2]",
+                    "ids [2] do not fit the leading dimensions of [2, 5, 3]",
+                ),
+                ("Q8_0 [2, 5, 32]; i32 [2, 4]", "a Q8_0 table must be [V, K], is [2, 5, 32]"),
                 ("f32 [5, 3]; f32 [2]", "operand 1 must be i32, is f32"),
                 ("i32 [5, 3]; i32 [2]", "no rows of a table of i32"),
                 ("q8-rows [5, 32]; i32 [2]", "no rows of a table of q8-rows"),
@@ -392,7 +406,11 @@ fn lookups() -> Vec<Case> {
         ),
         case(
             Op::ScatterAdd { rows: 4 },
-            &[("i32 [2]; f32 [2, 3]", "f32 [4, 3]"), ("i32 [0]; f32 [0, 3]", "f32 [4, 3]")],
+            &[
+                ("i32 [2]; f32 [2, 3]", "f32 [4, 3]"),
+                ("i32 [0]; f32 [0, 3]", "f32 [4, 3]"),
+                ("i32 [5, 2]; f32 [5, 2, 3]", "f32 [5, 4, 3]"),
+            ],
             &[
                 ("i32 [2]; f32 [3, 3]", "ids [2] and rows [3, 3] do not match"),
                 ("i32 [2]; f32 [2]", "ids [2] and rows [2] do not match"),
@@ -421,6 +439,8 @@ fn norms_and_rope() -> Vec<Case> {
             base: base.into(),
             freq_scale: freq_scale.into(),
             factors,
+            yarn: None,
+            sections: None,
         })
     };
     let mut cases = vec![
@@ -951,6 +971,7 @@ pub fn table() -> Vec<Case> {
         layout(),
         dtypes(),
         lookups(),
+        rows(),
         norms_and_rope(),
         products(),
         attention(),

@@ -34,6 +34,8 @@ pub(super) fn read(metadata: &Metadata, vocab: usize) -> Result<Box<dyn Architec
         base: base.into(),
         freq_scale: freq_scale.into(),
         factors: false,
+        yarn: None,
+        sections: None,
     };
     let global =
         angles(hyper.positive_or("rope.freq_base", 1_000_000.0)?, hyper.rope_freq_scale()?);

@@ -39,6 +39,8 @@ pub(super) fn with_style(
             base: hyper.positive_or("rope.freq_base", 10_000.0)?.into(),
             freq_scale: hyper.rope_freq_scale()?.into(),
             factors: false,
+            yarn: None,
+            sections: None,
         },
         style,
         shape,

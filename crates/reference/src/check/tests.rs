@@ -471,7 +471,7 @@ fn broken_devices_are_caught() {
     }
     let device = Broken { wrong: Wrong::Careless, runs: AtomicUsize::new(0) };
     let checks = Checks { rules: None, device: Some(&device), segments: true };
-    for (op, check, failures) in [("Leaf", "misuse", 9), ("ScatterAdd", "fault", 4)] {
+    for (op, check, failures) in [("Leaf", "misuse", 9), ("ScatterAdd", "fault", 5)] {
         let report = check_op(&checks, 1, op, &cases(op));
         let caught = report.failures.iter().filter(|f| f.check == check).count();
         assert_eq!(caught, failures, "{:?}", report.failures);

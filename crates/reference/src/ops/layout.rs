@@ -17,6 +17,20 @@ pub(super) fn sum(operands: Operands<'_>, shape: Shape) -> Out {
     operands.made(shape, out)
 }
 
+pub(super) fn cum_sum(operands: Operands<'_>, dim: usize, reverse: bool) -> Out {
+    let x = operands.floats(0)?;
+    let mut out = operands.zeros(x.shape)?;
+    for (at, index) in indices(x.shape).enumerate() {
+        let range = if reverse { index[dim]..x.dim(dim) } else { 0..index[dim] + 1 };
+        for i in range {
+            let mut other = index;
+            other[dim] = i;
+            out[at] += x.data[offset(x.shape, &other)];
+        }
+    }
+    operands.made(x.shape, out)
+}
+
 pub(super) fn broadcast(operands: Operands<'_>, shape: Shape) -> Out {
     let x = operands.floats(0)?;
     let mut out = operands.zeros(shape)?;

@@ -9,6 +9,7 @@ mod loss;
 mod norm;
 mod product;
 mod rounding;
+mod softmax;
 
 use graph::{Code, DType, Fault, Op, Shape};
 
@@ -122,6 +123,8 @@ pub(crate) fn compute(
         Op::Glu(kind) => elementwise::glu(operands, *kind),
         Op::GluBack { kind, wrt } => elementwise::glu_back(operands, *kind, *wrt),
         Op::Sum { .. } => layout::sum(operands, shape),
+        Op::CumSum { dim, reverse } => layout::cum_sum(operands, usize::from(*dim), *reverse),
+        Op::TopK { k, order } => indexing::top_k(operands, *k, *order, shape),
         Op::Broadcast { .. } => layout::broadcast(operands, shape),
         Op::Reshape { .. } | Op::Copy => layout::relabel(operands, shape),
         Op::Permute { perm } => layout::permute(operands, perm, shape),
@@ -132,6 +135,12 @@ pub(crate) fn compute(
         Op::Round { dtype } => rounding::through(operands, *dtype, mode),
         Op::Gather => indexing::gather(operands, shape),
         Op::ScatterAdd { .. } => indexing::scatter_add(operands, shape),
+        Op::Softmax(attrs) => softmax::softmax(operands, attrs),
+        Op::SoftmaxBack { scale } => softmax::softmax_back(operands, scale.get()),
+        Op::SoftmaxSinkBack(attrs) => softmax::softmax_sink_back(operands, attrs, shape),
+        Op::LogSoftmax => softmax::log_softmax(operands),
+        Op::Norm { kind, eps } => norm::norm(operands, *kind, eps.get()),
+        Op::NormBack { kind, eps } => norm::norm_back(operands, *kind, eps.get()),
         Op::RmsNorm { eps } => norm::rms_norm(operands, eps.get()),
         Op::RmsNormBack { eps, wrt } => norm::rms_norm_back(operands, eps.get(), *wrt),
         Op::RopeTable(angles) => norm::rope_table(operands, angles, shape, mode),

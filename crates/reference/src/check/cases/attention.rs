@@ -272,8 +272,14 @@ fn block(g: &mut CaseGraph) -> Made {
     for leaf in [pos, seqs] {
         g.expect(leaf, Expected::Nothing);
     }
-    let angles =
-        RopeAngles { dims: head, base: 10_000.0.into(), freq_scale: 1.0.into(), factors: false };
+    let angles = RopeAngles {
+        dims: head,
+        base: 10_000.0.into(),
+        freq_scale: 1.0.into(),
+        factors: false,
+        yarn: None,
+        sections: None,
+    };
     let table = g.graph.push(Op::RopeTable(angles), &[pos], "rope")?;
     let linear = |g: &mut CaseGraph, name: &str, x: NodeId, n: usize| {
         let k = g.graph.node(x).shape.cols();

@@ -1,9 +1,9 @@
 //! Cases of ops that take rows by index.
 
 use gguf::TensorType;
-use graph::{DType, Op};
+use graph::{DType, Op, Order};
 
-use crate::check::{CaseGraph, Cases, Fill, View};
+use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
 /// What ids look like: all different, repeated, the first and the last, one.
 const IDS: [&[i32]; 5] = [&[2, 0, 4], &[1, 1, 3, 1], &[0, 4], &[4], &[4, 3, 2, 1, 0, 0, 1, 2]];
@@ -56,11 +56,131 @@ pub fn gather(c: &mut Cases) {
             g.graph.gather(table, ids, "y")
         });
     }
+    // One table and ids of more dimensions.
+    for dims in [&[2, 3][..], &[3, 1], &[1, 5], &[2, 2, 2], &[3, 1, 2]] {
+        for cols in [1, 6, 17] {
+            c.add(format!("ids {dims:?} of one table [5, {cols}]"), move |g| {
+                g.cotangents(Fill::POSITIVE);
+                let table = g.float("table", &[5, cols], Fill::POSITIVE)?;
+                let ids = some_ids(g, dims, 5)?;
+                g.graph.gather(table, ids, "y")
+            });
+        }
+    }
+    // A table for every leading index: 3-D and 4-D tables, 2-D and 3-D ids.
+    for (table, ids) in BATCHED {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            c.add(format!("ids {ids:?} of {dtype} tables {table:?}"), move |g| {
+                g.cotangents(Fill::POSITIVE);
+                let rows = table[table.len() - 2] as i32;
+                let table = g.float_of("table", table, dtype, Fill::POSITIVE)?;
+                let ids = some_ids(g, ids, rows)?;
+                g.graph.gather(table, ids, "y")
+            });
+        }
+    }
+    for id in [-1, 4] {
+        c.add_outside(format!("id {id} of tables of 4 rows"), move |g| {
+            let table = g.float("table", &[2, 4, 3], Fill::Signed)?;
+            let ids = g.ints("ids", &[2, 2], &[0, 3, id, 2])?;
+            g.graph.gather(table, ids, "y")
+        });
+    }
+    for view in [View::Columns, View::Rows, View::Transposed, View::Repeated] {
+        c.add(format!("tables, {view:?}"), move |g| {
+            g.cotangents(Fill::POSITIVE);
+            let table = g.viewed("table", &[2, 4, 3], view, Fill::POSITIVE)?;
+            let ids = g.ints("ids", &[2, 3], &[0, 3, 1, 2, 2, 0])?;
+            g.cotangent_viewed(&[2, 3, 3], view)?;
+            g.graph.gather(table, ids, "y")
+        });
+    }
+    for (rows, n, k) in [(1, 5, 2), (3, 8, 3), (4, 6, 6), (2, 33, 1)] {
+        c.add(format!("{k} elements of each of {rows} rows of {n}"), move |g| {
+            let x = g.float("x", &[rows, n], Fill::Signed)?;
+            let at = some_ids(g, &[rows, k], n as i32)?;
+            g.graph.take(x, at, "y")
+        });
+    }
     c.add("ids cut out of more", |g| {
         let table = g.float("table", &[5, 6], Fill::Signed)?;
         let ids = g.ints("ids", &[7], &[0, 3, 2, 4, 1, 0, 0])?;
         let ids = g.graph.slice(ids, 0, 1, 4)?;
         g.graph.gather(table, ids, "y")
+    });
+}
+
+/// Tables, and ids that fit them.
+const BATCHED: [(&[usize], &[usize]); 6] = [
+    (&[2, 4, 3], &[2, 5]),
+    (&[3, 2, 17], &[3, 1]),
+    (&[1, 6, 1], &[1, 4]),
+    (&[2, 3, 4, 5], &[2, 3, 2]),
+    (&[2, 1, 5, 16], &[2, 1, 3]),
+    (&[1, 2, 3, 1], &[1, 2, 7]),
+];
+
+/// Ids below `rows`, all over the place, some of them more than once.
+fn some_ids(g: &mut CaseGraph, dims: &[usize], rows: i32) -> Made {
+    let count: usize = dims.iter().product();
+    let ids: Vec<i32> = (0..count as i32).map(|i| (i * i * 3 + i + 1) % rows).collect();
+    g.ints("ids", dims, &ids)
+}
+
+/// `[rows, n]` numbers of which no two of a row are nearly equal.
+fn distinct(g: &mut CaseGraph, name: &str, dims: &[usize]) -> Made {
+    let n = dims.last().copied().unwrap_or(1).max(1);
+    let count: usize = dims.iter().product();
+    let mut data = Vec::with_capacity(count);
+    while data.len() < count {
+        let mut row: Vec<f32> = (0..n).map(|i| i as f32 * 0.37 - 1.1).collect();
+        for i in (1..n).rev() {
+            row.swap(i, g.rng.below(i + 1));
+        }
+        data.extend(row);
+    }
+    g.given(name, dims, &data)
+}
+
+pub fn top_k(c: &mut Cases) {
+    for dims in [&[7][..], &[1, 5], &[3, 8], &[2, 3, 33], &[4, 128]] {
+        let n = dims[dims.len() - 1];
+        for k in [1, 2, n] {
+            for order in [Order::Ascending, Order::Descending] {
+                c.add(format!("the values of {k} of {dims:?}, {order:?}"), move |g| {
+                    let x = distinct(g, "x", dims)?;
+                    let at = g.graph.push(Op::TopK { k, order }, &[x], "places")?;
+                    g.graph.take(x, at, "y")
+                });
+            }
+        }
+        c.add(format!("the maximum of {dims:?}"), move |g| {
+            let x = distinct(g, "x", dims)?;
+            g.graph.row_max(x, "y")
+        });
+    }
+    for view in View::STRIDED.into_iter().filter(|v| *v != View::RepeatedColumns) {
+        c.add(format!("{view:?}"), move |g| {
+            let x = g.viewed("x", &[4, 6], view, Fill::Signed)?;
+            let at = g.graph.top_k(x, 2, "places")?;
+            g.graph.take(x, at, "y")
+        });
+    }
+    c.add("of equals the first, NaN last", |g| {
+        let x = [1.0, 2.0, 2.0, f32::NAN, 0.0, -0.0, 1.0, f32::INFINITY];
+        let x = g.given("x", &[1, 8], &x)?;
+        g.expect(x, Expected::Nothing);
+        let values = g.float("values", &[1, 8], Fill::Signed)?;
+        let at = g.graph.top_k(x, 8, "places")?;
+        g.graph.take(values, at, "y")
+    });
+    c.add("only its places are used", |g| {
+        let x = distinct(g, "x", &[3, 5])?;
+        let table = g.float("table", &[5, 4], Fill::Signed)?;
+        let refused = g.refused();
+        g.expect(x, refused);
+        let at = g.graph.top_k(x, 2, "places")?;
+        g.graph.gather(table, at, "y")
     });
 }
 
@@ -80,6 +200,24 @@ pub fn scatter_add(c: &mut Cases) {
             }
         }
     }
+    for (table, ids) in BATCHED {
+        for more in [0, 3] {
+            c.add(format!("ids {ids:?} into tables {table:?} and {more} rows"), move |g| {
+                g.cotangents(Fill::POSITIVE);
+                let rows = table[table.len() - 2];
+                let mut dims = ids.to_vec();
+                dims.push(table[table.len() - 1]);
+                let x = g.float("x", &dims, Fill::POSITIVE)?;
+                let ids = some_ids(g, ids, rows as i32)?;
+                g.graph.push(Op::ScatterAdd { rows: rows + more }, &[ids, x], "y")
+            });
+        }
+    }
+    c.add_outside("id 4 of tables of 4 rows", |g| {
+        let x = g.float("x", &[2, 2, 3], Fill::Signed)?;
+        let ids = g.ints("ids", &[2, 2], &[0, 3, 4, 2])?;
+        g.graph.push(Op::ScatterAdd { rows: 4 }, &[ids, x], "y")
+    });
     for id in [-1, 5, i32::MIN, i32::MAX] {
         c.add_outside(format!("id {id} of 5 rows"), move |g| scatter(g, 5, &[0, id, 2], 6));
     }

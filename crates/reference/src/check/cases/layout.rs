@@ -51,11 +51,39 @@ pub fn sum(c: &mut Cases) {
             });
         }
     }
+    for set in [&[0][..], &[1], &[0, 1], &[]] {
+        c.add(format!("a mean over {set:?}"), move |g| {
+            let x = g.float("x", &[4, 6], Fill::POSITIVE)?;
+            g.graph.mean(x, set)
+        });
+    }
     c.add("of a square", |g| {
         let x = g.float("x", &[4, 6], Fill::POSITIVE)?;
         let y = g.graph.mul(x, x)?;
         g.graph.sum(y, &[1])
     });
+}
+
+pub fn cum_sum(c: &mut Cases) {
+    for dims in [&[9][..], &[4, 6], &[1, 40], &[33, 3], &[2, 3, 5], &[2, 3, 4, 20]] {
+        for dim in 0..dims.len() {
+            for reverse in [false, true] {
+                c.add(format!("{dims:?} along {dim}, reverse {reverse}"), move |g| {
+                    g.cotangents(Fill::POSITIVE);
+                    let x = g.float("x", dims, Fill::POSITIVE)?;
+                    g.graph.push(Op::CumSum { dim: dim as u8, reverse }, &[x], "y")
+                });
+            }
+        }
+    }
+    for view in View::STRIDED {
+        c.add(format!("{view:?}"), move |g| {
+            g.cotangents(Fill::POSITIVE);
+            let x = g.viewed("x", &[4, 6], view, Fill::POSITIVE)?;
+            g.cotangent_viewed(&[4, 6], view)?;
+            g.graph.cum_sum(x, 1)
+        });
+    }
 }
 
 pub fn broadcast(c: &mut Cases) {

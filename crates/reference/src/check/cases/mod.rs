@@ -8,8 +8,9 @@ mod loss;
 mod norm;
 mod product;
 mod rounding;
+mod softmax;
 
-use graph::{Binary, GluKind, Op, Unary};
+use graph::{Binary, GluKind, NormKind, Op, Unary};
 
 use super::case::{Case, Cases};
 use elementwise::OAI;
@@ -80,6 +81,8 @@ ops! {
     Op::GluBack { kind: GluKind::SwigluOai { .. }, .. } => "SwigluOaiBack",
         |c| elementwise::glu_back(c, OAI);
     Op::Sum { .. } => "Sum", layout::sum;
+    Op::CumSum { .. } => "CumSum", layout::cum_sum;
+    Op::TopK { .. } => "TopK", indexing::top_k;
     Op::Broadcast { .. } => "Broadcast", layout::broadcast;
     Op::Reshape { .. } => "Reshape", layout::reshape;
     Op::Permute { .. } => "Permute", layout::permute;
@@ -92,6 +95,20 @@ ops! {
     Op::QuantizeRows => "QuantizeRows", rounding::quantize_rows;
     Op::Gather => "Gather", indexing::gather;
     Op::ScatterAdd { .. } => "ScatterAdd", indexing::scatter_add;
+    Op::Softmax(_) => "Softmax", softmax::softmax;
+    Op::SoftmaxBack { .. } => "SoftmaxBack", softmax::softmax_back;
+    Op::SoftmaxSinkBack(_) => "SoftmaxSinkBack", softmax::softmax_sink_back;
+    Op::LogSoftmax => "LogSoftmax", softmax::log_softmax;
+    Op::Norm { kind: NormKind::Layer, .. } => "LayerNorm", |c| norm::norm(c, NormKind::Layer);
+    Op::Norm { kind: NormKind::L2Clamp, .. } => "L2NormClamp",
+        |c| norm::norm(c, NormKind::L2Clamp);
+    Op::Norm { kind: NormKind::L2Add, .. } => "L2NormAdd", |c| norm::norm(c, NormKind::L2Add);
+    Op::NormBack { kind: NormKind::Layer, .. } => "LayerNormBack",
+        |c| norm::norm_back(c, NormKind::Layer);
+    Op::NormBack { kind: NormKind::L2Clamp, .. } => "L2NormClampBack",
+        |c| norm::norm_back(c, NormKind::L2Clamp);
+    Op::NormBack { kind: NormKind::L2Add, .. } => "L2NormAddBack",
+        |c| norm::norm_back(c, NormKind::L2Add);
     Op::RmsNorm { .. } => "RmsNorm", norm::rms_norm;
     Op::RmsNormBack { .. } => "RmsNormBack", norm::rms_norm_back;
     Op::RopeTable(_) => "RopeTable", norm::rope_table;

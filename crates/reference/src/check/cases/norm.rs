@@ -1,6 +1,6 @@
 //! Cases of normalization and rotary position embedding.
 
-use graph::{NormOperand, Op, RopeAngles, RopeStyle};
+use graph::{NormKind, NormOperand, Op, RopeAngles, RopeStyle, Sections, Yarn};
 
 use crate::check::{Cases, Expected, Fill, View};
 
@@ -49,9 +49,82 @@ pub fn rms_norm_back(c: &mut Cases) {
     }
 }
 
+pub fn norm(c: &mut Cases, kind: NormKind) {
+    for eps in [1e-6, 1e-2] {
+        for dims in SHAPES {
+            c.add(format!("eps {eps} {dims:?}"), move |g| {
+                let x = g.float("x", dims, Fill::Signed)?;
+                g.graph.push(Op::Norm { kind, eps: eps.into() }, &[x], "y")
+            });
+        }
+    }
+    c.add("rows so small that eps counts", move |g| {
+        let x = g.float("x", &[4, 16], Fill::Between(-0.05, 0.05))?;
+        g.graph.push(Op::Norm { kind, eps: 1e-3.into() }, &[x], "y")
+    });
+    c.add("rows of very different sizes", move |g| {
+        // The first is below eps, and of L2Clamp's other kind.
+        let small = g.float("small", &[1, 4], Fill::Between(5e-4, 1e-3))?;
+        let large = g.float("large", &[7, 4], Fill::Signed)?;
+        let x = g.graph.concat(&[small, large], 0)?;
+        g.graph.push(Op::Norm { kind, eps: 1e-2.into() }, &[x], "y")
+    });
+    for view in View::STRIDED.into_iter().filter(|view| *view != View::RepeatedColumns) {
+        c.add(format!("{view:?}"), move |g| {
+            let x = g.viewed("x", &[4, 16], view, Fill::Signed)?;
+            g.cotangent_viewed(&[4, 16], view)?;
+            g.graph.push(Op::Norm { kind, eps: 1e-5.into() }, &[x], "y")
+        });
+    }
+    c.add("heads cut out of a fused projection", move |g| {
+        let qkv = g.float("qkv", &[4, 40], Fill::Signed)?;
+        let q = g.graph.slice(qkv, 1, 8, 16)?;
+        let q = g.graph.reshape(q, &[4, 2, 8])?;
+        g.graph.push(Op::Norm { kind, eps: 1e-5.into() }, &[q], "y")
+    });
+    if kind == NormKind::Layer {
+        for (dims, groups) in [(&[3, 12][..], 3), (&[2, 5, 16], 2), (&[40], 5)] {
+            c.add(format!("{groups} groups of {dims:?}"), move |g| {
+                let x = g.float("x", dims, Fill::Signed)?;
+                g.graph.group_norm(x, groups, 1e-5, "y")
+            });
+        }
+    }
+}
+
+pub fn norm_back(c: &mut Cases, kind: NormKind) {
+    for eps in [1e-6, 1.0] {
+        for dims in SHAPES {
+            c.add(format!("eps {eps} {dims:?}"), move |g| {
+                let x = g.float("x", dims, Fill::Signed)?;
+                let dy = g.float("dy", dims, Fill::Signed)?;
+                g.expect_all(g.refused());
+                g.graph.push(Op::NormBack { kind, eps: eps.into() }, &[x, dy], "y")
+            });
+        }
+    }
+    for zeros in [1, 16, 40] {
+        if kind != NormKind::Layer {
+            c.add(format!("a row of {zeros} zeros"), move |g| {
+                let x = g.given("x", &[1, zeros], &vec![0.0; zeros])?;
+                let dy = g.float("dy", &[1, zeros], Fill::Signed)?;
+                g.expect_all(g.refused());
+                g.graph.push(Op::NormBack { kind, eps: 1e-6.into() }, &[x, dy], "y")
+            });
+        }
+    }
+}
+
 /// Angles of a base that is large enough to be like a model's.
 fn angles(dims: usize, freq_scale: f32, factors: bool) -> RopeAngles {
-    RopeAngles { dims, base: 10_000.0.into(), freq_scale: freq_scale.into(), factors }
+    RopeAngles {
+        dims,
+        base: 10_000.0.into(),
+        freq_scale: freq_scale.into(),
+        factors,
+        yarn: None,
+        sections: None,
+    }
 }
 
 const POSITIONS: [i32; 8] = [0, 1, 2, 3, 17, 511, 5, 100];
@@ -73,6 +146,50 @@ pub fn rope_table(c: &mut Cases) {
                     g.graph.push(Op::RopeTable(angles(dims, freq_scale, factors)), &args, "y")
                 });
             }
+        }
+    }
+    rope_variants(c);
+}
+
+/// YaRN as models have it: stretched four times, with frequencies on both sides of the ramp.
+fn yarn(round: bool) -> Yarn {
+    Yarn {
+        ext_factor: 1.0.into(),
+        attn_factor: 1.25.into(),
+        beta_fast: 32.0.into(),
+        beta_slow: 1.0.into(),
+        context: 512,
+        round,
+    }
+}
+
+fn rope_variants(c: &mut Cases) {
+    for round in [true, false] {
+        for (dims, factors) in [(64, false), (16, true)] {
+            c.add(format!("YaRN, rounded {round}, {dims}, factors {factors}"), move |g| {
+                let yarn = Some(yarn(round));
+                let angles = RopeAngles { yarn, ..angles(dims, 0.25, factors) };
+                let mut args = vec![g.ints("pos", &[8], &POSITIONS)?];
+                if factors {
+                    args.push(g.float("factors", &[dims / 2], Fill::POSITIVE)?);
+                    g.expect_all(g.refused());
+                }
+                g.graph.push(Op::RopeTable(angles), &args, "y")
+            });
+        }
+    }
+    for (sizes, interleaved) in [([2, 3, 3, 0], false), ([1, 1, 1, 1], false), ([4, 2, 2, 0], true)]
+    {
+        for yarned in [false, true] {
+            let name = format!("sections {sizes:?}, interleaved {interleaved}, YaRN {yarned}");
+            c.add(name, move |g| {
+                let pos: Vec<i32> = (0..12).map(|i| i * i % 11).collect();
+                let pos = g.ints("pos", &[3, 4], &pos)?;
+                let sections = Some(Sections { sizes, interleaved });
+                let yarn = yarned.then(|| yarn(true));
+                let angles = RopeAngles { sections, yarn, ..angles(16, 0.5, false) };
+                g.graph.push(Op::RopeTable(angles), &[pos], "y")
+            });
         }
     }
 }

@@ -1,0 +1,134 @@
+//! The table's ops that work along rows: running sums, sorting, softmax, norms.
+
+use gradus_graph::*;
+
+use crate::table::{AND_TWO, Case, NONE, case};
+
+pub fn rows() -> Vec<Case> {
+    let soft = |mask, max_bias: f32, sinks| SoftmaxAttrs {
+        scale: 0.5.into(),
+        mask,
+        max_bias: max_bias.into(),
+        sinks,
+    };
+    let norm = |kind, eps: f32| Op::Norm { kind, eps: eps.into() };
+    let mut cases = vec![
+        case(
+            Op::CumSum { dim: 1, reverse: false },
+            &[("f32 [2, 3]", "f32 [2, 3]"), ("f32 [2, 0]", "f32 [2, 0]")],
+            &[("f32 [2]", "no dimension 1"), ("i32 [2, 3]", "operand 0 must be f32, is i32"), NONE],
+        ),
+        case(
+            Op::TopK { k: 2, order: Order::Descending },
+            &[("f32 [3, 5]", "i32 [3, 2]"), ("f32 [2]", "i32 [2]")],
+            &[
+                ("f32 [5, 1]", "the first 2 of 1"),
+                ("f32 []", "a scalar has no order"),
+                ("f32 [1, 2147483648]", "indices of 2147483648 elements are beyond i32"),
+                ("f16 [5]", "operand 0 must be f32, is f16"),
+                NONE,
+            ],
+        ),
+        case(
+            Op::Softmax(soft(false, 0.0, false)),
+            &[("f32 [5]", "f32 [5]"), ("f32 [2, 0]", "f32 [2, 0]")],
+            &[
+                ("f32 []", "a scalar has no rows"),
+                ("f16 [5]", "operand 0 must be f32, is f16"),
+                ("f32 [5]; f32 [5]", "takes 1 operands, was given 2"),
+                ("", "takes x"),
+            ],
+        ),
+        case(
+            Op::Softmax(soft(true, 8.0, true)),
+            &[
+                ("f32 [2, 4, 5]; f32 [5]; f32 [2]", "f32 [2, 4, 5]"),
+                ("f32 [3, 2, 4, 5]; f32 [3, 1, 4, 5]; f32 [2]", "f32 [3, 2, 4, 5]"),
+            ],
+            &[
+                (
+                    "f32 [4, 5]; f32 [5]; f32 [2]",
+                    "x must be [.., H, T, n] to have heads, is [4, 5]",
+                ),
+                ("f32 [2, 4, 5]; f32 [4]; f32 [2]", "shapes [2, 4, 5] and [4] do not broadcast"),
+                ("f32 [2, 4, 5]; f32 [4, 1]; f32 [2]", "the mask [4, 1] does not fit [2, 4, 5]"),
+                ("f32 [2, 4, 5]; f32 [5]; f32 [3]", "sinks must be [2], is [3]"),
+                ("f32 [2, 4, 5]; f32 [5]", "takes 3 operands, was given 2"),
+                ("f32 [2, 4, 5]; f16 [5]; f32 [2]", "operand 1 must be f32, is f16"),
+            ],
+        ),
+        case(
+            Op::Softmax(soft(false, 8.0, false)),
+            &[],
+            &[(
+                "f32 [2, 4, 5]",
+                "max_bias is 8: it must be finite, not negative, and multiply a mask",
+            )],
+        ),
+        case(
+            Op::SoftmaxBack { scale: 1.0.into() },
+            &[("f32 [2, 3]; f32 [2, 3]", "f32 [2, 3]")],
+            &[
+                ("f32 [2]; f32 [3]", "shapes [2] and [3] differ"),
+                ("f32 []; f32 []", "a scalar has no rows"),
+                AND_TWO,
+            ],
+        ),
+        case(
+            Op::SoftmaxBack { scale: f32::NAN.into() },
+            &[],
+            &[("f32 [2]; f32 [2]", "scale must be finite")],
+        ),
+        case(
+            Op::SoftmaxSinkBack(soft(true, 0.0, true)),
+            &[("f32 [2, 4, 5]; f32 [5]; f32 [2]; f32 [2, 4, 5]; f32 [2, 4, 5]", "f32 [2]")],
+            &[
+                (
+                    "f32 [2, 4, 5]; f32 [5]; f32 [2]; f32 [2, 4, 5]; f32 [2, 4, 4]",
+                    "shapes [2, 4, 5] and [2, 4, 4] differ",
+                ),
+                (
+                    "f32 [2, 4, 5]; f32 [5]; f32 [2]; f16 [2, 4, 5]; f32 [2, 4, 5]",
+                    "operand 3 must be f32, is f16",
+                ),
+                ("f32 [2]", "takes x, y and dy"),
+            ],
+        ),
+        case(
+            Op::SoftmaxSinkBack(soft(true, 0.0, false)),
+            &[],
+            &[("f32 [2]; f32 [2]; f32 [2]", "there are no sinks")],
+        ),
+        case(
+            Op::LogSoftmax,
+            &[("f32 [2, 3]", "f32 [2, 3]")],
+            &[("f32 []", "a scalar has no rows"), ("i32 [2]", "operand 0 must be f32, is i32")],
+        ),
+        case(norm(NormKind::Layer, 0.0), &[("f32 [2, 3]", "f32 [2, 3]")], &[]),
+        case(
+            norm(NormKind::Layer, -1.0),
+            &[],
+            &[("f32 [3]", "eps must be finite and not negative, is -1")],
+        ),
+    ];
+    for kind in NormKind::ALL {
+        cases.push(case(
+            norm(kind, 1e-5),
+            &[("f32 [2, 3]", "f32 [2, 3]"), ("f32 [2, 4, 3]", "f32 [2, 4, 3]")],
+            &[("f32 []", "a scalar has no rows"), ("f16 [2]", "operand 0 must be f32, is f16")],
+        ));
+        cases.push(case(
+            Op::NormBack { kind, eps: 1e-5.into() },
+            &[("f32 [2, 3]; f32 [2, 3]", "f32 [2, 3]")],
+            &[("f32 [2]; f32 [3]", "shapes [2] and [3] differ"), AND_TWO],
+        ));
+    }
+    for kind in [NormKind::L2Clamp, NormKind::L2Add] {
+        cases.push(case(
+            norm(kind, 0.0),
+            &[],
+            &[("f32 [3]", "eps must be finite and above 0, is 0")],
+        ));
+    }
+    cases
+}

@@ -1,0 +1,147 @@
+//! Cases of softmax and log-softmax.
+
+use graph::{Op, SoftmaxAttrs};
+
+use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
+
+/// Attributes, and the shapes of a mask that goes with them.
+fn variants() -> Vec<(&'static str, SoftmaxAttrs, &'static [usize])> {
+    let scale = 0.7.into();
+    let plain = SoftmaxAttrs { scale, ..SoftmaxAttrs::PLAIN };
+    let masked = SoftmaxAttrs { mask: true, ..plain };
+    let alibi = SoftmaxAttrs { max_bias: 8.0.into(), ..masked };
+    vec![
+        ("scaled", plain, &[]),
+        ("masked per row", masked, &[5, 7]),
+        ("masked per column", masked, &[7]),
+        ("masked for all", masked, &[2, 3, 5, 7]),
+        ("with ALiBi", alibi, &[5, 7]),
+        ("with sinks", SoftmaxAttrs { sinks: true, ..plain }, &[]),
+        ("masked, with sinks", SoftmaxAttrs { sinks: true, ..masked }, &[5, 7]),
+        ("with ALiBi and sinks", SoftmaxAttrs { sinks: true, ..alibi }, &[2, 1, 5, 7]),
+    ]
+}
+
+/// The operands of a softmax of `[2, 3, 5, 7]`.
+fn operands(
+    g: &mut CaseGraph,
+    x: graph::NodeId,
+    attrs: SoftmaxAttrs,
+    mask: &[usize],
+) -> Result<Vec<graph::NodeId>, graph::Invalid> {
+    let mut args = vec![x];
+    if attrs.mask {
+        let mask = g.float("mask", mask, Fill::Between(-2.0, 0.0))?;
+        let refused = g.refused();
+        g.expect(mask, refused);
+        args.push(mask);
+    }
+    if attrs.sinks {
+        args.push(g.float("sinks", &[3], Fill::Signed)?);
+    }
+    Ok(args)
+}
+
+/// Without the one whose rows are equal logits: the gradient of what they repeat is a sum that
+/// is zero.
+fn views() -> impl Iterator<Item = View> {
+    View::STRIDED.into_iter().filter(|view| *view != View::RepeatedColumns)
+}
+
+pub fn softmax(c: &mut Cases) {
+    for dims in [&[1][..], &[9], &[1, 16], &[3, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
+        c.add(format!("{dims:?}"), move |g| {
+            let x = g.float("x", dims, Fill::Between(-2.0, 2.0))?;
+            g.graph.softmax(x, "y")
+        });
+    }
+    for (name, attrs, mask) in variants() {
+        c.add(name, move |g| {
+            // All of one sign would cancel in the sinks' gradient less than mixed signs do.
+            let x = g.float("x", &[2, 3, 5, 7], Fill::Between(-2.0, 2.0))?;
+            let args = operands(g, x, attrs, mask)?;
+            g.graph.push(Op::Softmax(attrs), &args, "y")
+        });
+    }
+    for view in views() {
+        c.add(format!("{view:?}"), move |g| {
+            let x = g.viewed("x", &[4, 6], view, Fill::Between(-2.0, 2.0))?;
+            g.cotangent_viewed(&[4, 6], view)?;
+            g.graph.softmax(x, "y")
+        });
+    }
+    c.add("a row of which most is masked away", |g| {
+        let x = g.float("x", &[2, 6], Fill::Between(-2.0, 2.0))?;
+        let inf = f32::NEG_INFINITY;
+        let mask = [0.0, inf, inf, 0.0, inf, 0.0, inf, 0.0, 0.0, inf, 0.0, inf];
+        let mask = g.given("mask", &[2, 6], &mask)?;
+        g.expect(mask, Expected::Nothing);
+        let attrs = SoftmaxAttrs { mask: true, ..SoftmaxAttrs::PLAIN };
+        g.graph.push(Op::Softmax(attrs), &[x, mask], "y")
+    });
+    c.add("a row that is masked away gives zeros", |g| {
+        let x = g.float("x", &[2, 3], Fill::Between(-2.0, 2.0))?;
+        let inf = f32::NEG_INFINITY;
+        let mask = g.given("mask", &[2, 3], &[0.0, -1.0, 0.0, inf, inf, inf])?;
+        g.expect(mask, Expected::Nothing);
+        let attrs = SoftmaxAttrs { mask: true, ..SoftmaxAttrs::PLAIN };
+        g.graph.push(Op::Softmax(attrs), &[x, mask], "y")
+    });
+}
+
+/// A loss of the softmax's own form, so that its gradient ops are reached with real operands.
+fn back(g: &mut CaseGraph, x: View) -> Made {
+    let y = g.viewed("y", &[4, 6], x, Fill::POSITIVE)?;
+    let dy = g.viewed("dy", &[4, 6], x, Fill::Signed)?;
+    g.expect_all(Expected::Nothing);
+    let refused = g.refused();
+    for name in ["y", "dy"] {
+        if let Some(leaf) = g.graph.find_leaf(name) {
+            g.expect(leaf, refused);
+        }
+    }
+    g.graph.push(Op::SoftmaxBack { scale: 0.5.into() }, &[y, dy], "dx")
+}
+
+pub fn softmax_back(c: &mut Cases) {
+    for view in [View::Plain].into_iter().chain(View::STRIDED) {
+        c.add(format!("{view:?}"), move |g| back(g, view));
+    }
+    for dims in [&[9][..], &[3, 33], &[2, 2, 3, 5]] {
+        c.add(format!("{dims:?}"), move |g| {
+            let y = g.float("y", dims, Fill::POSITIVE)?;
+            let dy = g.float("dy", dims, Fill::Signed)?;
+            g.expect_all(g.refused());
+            g.graph.push(Op::SoftmaxBack { scale: 1.0.into() }, &[y, dy], "dx")
+        });
+    }
+}
+
+pub fn softmax_sink_back(c: &mut Cases) {
+    for (name, attrs, mask) in variants().into_iter().filter(|(_, attrs, _)| attrs.sinks) {
+        c.add(name, move |g| {
+            let x = g.float("x", &[2, 3, 5, 7], Fill::Between(-2.0, 2.0))?;
+            let mut args = operands(g, x, attrs, mask)?;
+            args.push(g.float("y", &[2, 3, 5, 7], Fill::POSITIVE)?);
+            args.push(g.float("dy", &[2, 3, 5, 7], Fill::POSITIVE)?);
+            g.expect_all(g.refused());
+            g.graph.push(Op::SoftmaxSinkBack(attrs), &args, "dsinks")
+        });
+    }
+}
+
+pub fn log_softmax(c: &mut Cases) {
+    for dims in [&[9][..], &[1, 16], &[3, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
+        c.add(format!("{dims:?}"), move |g| {
+            let x = g.float("x", dims, Fill::Between(-2.0, 2.0))?;
+            g.graph.push(Op::LogSoftmax, &[x], "y")
+        });
+    }
+    for view in views() {
+        c.add(format!("{view:?}"), move |g| {
+            let x = g.viewed("x", &[4, 6], view, Fill::Between(-2.0, 2.0))?;
+            g.cotangent_viewed(&[4, 6], view)?;
+            g.graph.push(Op::LogSoftmax, &[x], "y")
+        });
+    }
+}
