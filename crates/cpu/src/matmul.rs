@@ -4,6 +4,7 @@
 //! alone; no bit of the result follows from the grid.
 
 mod codes;
+pub(crate) mod experts;
 mod float;
 mod quantized;
 #[cfg(test)]
@@ -146,8 +147,8 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
     Grid { batch, m, n, k, rows: rows.max(1), panels: panels.max(1) }
 }
 
-/// The kind of a product, or why there is none.
-fn kind(a: &Arg, b: &Arg, tb: bool) -> Result<Kind, Unsupported> {
+/// The kind of a product with a right operand of this rank, or why there is none.
+fn kind(a: &Arg, b: &Arg, tb: bool, rank: usize) -> Result<Kind, Unsupported> {
     let no = |what: String| Err(Unsupported::Kernel(what));
     if a.resident {
         return no("a packed left operand".into());
@@ -161,7 +162,8 @@ fn kind(a: &Arg, b: &Arg, tb: bool) -> Result<Kind, Unsupported> {
             (a, b) => no(format!("a product of {a} and {b}")),
         };
     }
-    if b.shape.rank() != 2 || Geometry::new(b.dtype, b.shape.dim(0), b.shape.cols()).is_none() {
+    let rows = b.shape.dim(rank.wrapping_sub(2));
+    if b.shape.rank() != rank || Geometry::new(b.dtype, rows, b.shape.cols()).is_none() {
         return no(format!("a packed {} of shape {}", b.dtype, b.shape));
     }
     match (a.dtype, b.dtype, tb) {
@@ -178,7 +180,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
     let (&Op::MatMul { ta, tb }, [a, b]) = (call.op, call.args) else {
         return Err(Unsupported::Kernel(format!("{} as a product", call.op.name())));
     };
-    let kind = kind(a, b, tb)?;
+    let kind = kind(a, b, tb, 2)?;
     let grid = grid(kind, a, b, &call.out, ta);
     let scratch = match kind {
         Kind::Packed => 0,
@@ -195,7 +197,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
 fn product(job: &Job<'_>) -> Option<(Kind, Grid, bool, bool)> {
     let &Op::MatMul { ta, tb } = job.op else { return None };
     let (a, b) = (job.inputs.first()?.arg, job.inputs.get(1)?.arg);
-    let kind = kind(&a, &b, tb).ok()?;
+    let kind = kind(&a, &b, tb, 2).ok()?;
     Some((kind, grid(kind, &a, &b, &job.out, ta), ta, tb))
 }
 
@@ -220,12 +222,13 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             let bytes = quantized::scratch(weight.geometry(), rows.len());
             let scratch = scratch.take(bytes / 4).as_mut_ptr().cast();
             let x = a.bytes();
-            drive(job.isa, quantized::Forward { weight, x, rows, panels, out, scratch });
+            let (weight, out_step) = (weight.panels(), grid.n);
+            drive(job.isa, quantized::Forward { weight, x, rows, panels, out, out_step, scratch });
             return;
         }
-        (Kind::Packed, Some(weight)) => (Right::Packed(weight), 0),
+        (Kind::Packed, Some(weight)) => (Right::Packed(weight.panels()), 0),
         (Kind::Transposed, Some(weight)) => {
-            (Right::Transposed(weight), float::scratch_floats(panels.len()))
+            (Right::Transposed(weight.panels()), float::scratch_floats(panels.len()))
         }
         _ => {
             let floats = float::scratch_floats(panels.len());
@@ -244,7 +247,8 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
     };
     let scratch = scratch.take(floats).as_mut_ptr();
     let (k, n) = (grid.k, grid.n);
-    drive(job.isa, Float { a, b: right, k, n, rows, panels, out, scratch });
+    let (out_step, more) = (n, false);
+    drive(job.isa, Float { a, b: right, k, n, rows, panels, out, out_step, more, scratch });
 }
 
 /// The matrix of an operand that belongs to matrix `batch` of the result. Dimensions of size 1

@@ -199,10 +199,32 @@ impl Geometry {
     pub const SUPER: usize = 256;
 }
 
-/// A weight `[N, K]` packed into panels. Immutable.
+/// One matrix of a packed weight.
+#[derive(Copy, Clone)]
+pub struct Panels<'a> {
+    geometry: &'a Geometry,
+    bytes: &'a [u8],
+}
+
+impl<'a> Panels<'a> {
+    /// What its panels look like.
+    pub fn geometry(&self) -> &'a Geometry {
+        self.geometry
+    }
+
+    /// The bytes of a panel; empty when there is no such panel.
+    pub fn panel(&self, panel: usize) -> &'a [u8] {
+        let size = self.geometry.panel_bytes;
+        let start = panel.saturating_mul(size);
+        self.bytes.get(start..start.saturating_add(size)).unwrap_or(&[])
+    }
+}
+
+/// A weight `[N, K]`, or several of one size `[E, N, K]`, packed into panels. Immutable.
 pub struct PackedMatrix {
     dtype: DType,
     shape: Shape,
+    /// Of one matrix.
     geometry: Geometry,
     lines: Lines,
 }
@@ -234,11 +256,14 @@ impl PackedMatrix {
         for_each: impl FnOnce(usize, &(dyn Fn(usize) + Sync)),
     ) -> Result<PackedMatrix, Fault> {
         let HostTensor { dtype, shape, bytes } = *tensor;
-        let &[n, k] = shape.dims() else {
-            return Err(Fault::binding(
-                "",
-                format!("a weight of shape {shape} was given to packing: it must be [N, K]"),
-            ));
+        let (experts, n, k) = match *shape.dims() {
+            [n, k] => (1, n, k),
+            [experts, n, k] => (experts, n, k),
+            _ => {
+                let what = "it must be [N, K] or [E, N, K]";
+                let message = format!("a weight of shape {shape} was given to packing: {what}");
+                return Err(Fault::binding("", message));
+            }
         };
         if shape.bytes(dtype) != Some(bytes.len()) {
             return Err(Fault::binding(
@@ -249,7 +274,7 @@ impl PackedMatrix {
         let Some(geometry) = Geometry::new(dtype, n, k) else {
             return Err(Fault::binding("", format!("a {dtype} weight {shape} has no packing")));
         };
-        let total = geometry.panel_bytes * geometry.panels;
+        let total = geometry.panel_bytes.saturating_mul(geometry.panels).saturating_mul(experts);
         let Some(mut lines) = Lines::zeroed(total) else {
             return Err(Fault::new(
                 Code::OutOfMemory,
@@ -257,7 +282,7 @@ impl PackedMatrix {
                 format!("packing a {dtype} weight {shape} takes {total} bytes: out of memory"),
             ));
         };
-        write::pack(&geometry, dtype, bytes, &mut lines, for_each)?;
+        write::pack(&geometry, experts, dtype, bytes, &mut lines, for_each)?;
         Ok(PackedMatrix { dtype, shape, geometry, lines })
     }
 
@@ -266,24 +291,31 @@ impl PackedMatrix {
         &self.geometry
     }
 
-    /// The bytes of a panel; empty when there is no such panel.
-    pub fn panel(&self, panel: usize) -> &[u8] {
-        let size = self.geometry.panel_bytes;
-        let start = panel.saturating_mul(size);
-        self.lines.bytes().get(start..start.saturating_add(size)).unwrap_or(&[])
+    /// One of its matrices; of `[N, K]` there is one, number 0. One that is not there has no
+    /// panels.
+    pub fn expert(&self, expert: usize) -> Panels<'_> {
+        let size = self.geometry.panel_bytes * self.geometry.panels;
+        let start = expert.saturating_mul(size);
+        let bytes = self.lines.bytes().get(start..start.saturating_add(size)).unwrap_or(&[]);
+        Panels { geometry: &self.geometry, bytes }
+    }
+
+    /// The one matrix of a weight `[N, K]`.
+    pub fn panels(&self) -> Panels<'_> {
+        self.expert(0)
     }
 
     /// All panels, one after another.
     #[cfg(test)]
-    pub fn panels(&self) -> &[u8] {
+    pub fn all_panels(&self) -> &[u8] {
         self.lines.bytes()
     }
 
-    /// Row `i` as f32, bit for bit what [`gguf::blocks::dequantize`] gives. Elements of `out`
+    /// Row `i` of the first matrix as f32, bit for bit what [`gguf::blocks::dequantize`] gives. Elements of `out`
     /// beyond `K` are left alone; a row that does not exist leaves all of `out` alone.
     pub fn row(&self, i: usize, out: &mut [f32]) {
         if i < self.geometry.n {
-            read::row(&self.geometry, self.panel(i / PANEL), i % PANEL, out);
+            read::row(&self.geometry, self.panels().panel(i / PANEL), i % PANEL, out);
         }
     }
 }

@@ -226,6 +226,32 @@ impl Graph {
         self.push(Op::RmsNorm { eps: eps.into() }, &[x, weight], &name)
     }
 
+    /// Rows `[T, 1 or U, K]` times the experts `[E, N, K]` they chose by `ids` `[T, U]`:
+    /// `[T, U, N]`. `x` is quantized to rows of 8 bits first when `w` is of a block format.
+    pub fn project_experts(&mut self, x: NodeId, w: NodeId, ids: NodeId) -> Made {
+        let name = self.named_after(w)?;
+        let x = match self.get(w)?.dtype {
+            DType::Block(_) if self.get(x)?.dtype == DType::F32 => {
+                self.push(Op::QuantizeRows, &[x], &name)?
+            }
+            _ => x,
+        };
+        self.push(Op::MatMulExperts { tb: true }, &[x, w, ids], &name)
+    }
+
+    /// `sum over u of weights[t, u] y[t, u]`, in order of rank: `[T, U, N]` and `[T, U]` give
+    /// `[T, N]`.
+    pub fn mix_experts(&mut self, y: NodeId, weights: NodeId) -> Made {
+        let (y_shape, shape) = (self.get(y)?.shape, self.get(weights)?.shape);
+        let &[t, used] = shape.dims() else {
+            return Err(Invalid::new(format!("the shares of experts are {shape}, not [T, U]")));
+        };
+        let shares = self.reshape(weights, &[t, used, 1])?;
+        let shared = self.mul(y, shares)?;
+        let sum = self.sum(shared, &[1])?;
+        self.reshape(sum, &[t, y_shape.cols()])
+    }
+
     /// `x . w^T`; `x` is quantized to rows of 8 bits first when `w` is of a block format.
     pub fn project(&mut self, x: NodeId, w: NodeId) -> Made {
         let name = self.named_after(w)?;

@@ -581,6 +581,27 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
                 unbroadcast(g, dx, x_shape)
             }))
         }
+        Op::MatMulExperts { .. } if i == 2 => Not(INDEX),
+        Op::MatMulExperts { .. } if i == 1 && x_quantized => Not(QUANTIZED),
+        Op::MatMulExperts { tb } => {
+            let (rows, w, ids, tb) = (arg(0), arg(1), arg(2), *tb);
+            if i == 0 {
+                if !tb && matches!(graph.node(w).dtype, DType::Block(_)) {
+                    return Not(NO_SECOND_ORDER);
+                }
+                return Is(Box::new(move |g, dy| {
+                    let dx = g.push(Op::MatMulExperts { tb: !tb }, &[dy, w, ids], &name)?;
+                    // A row that several experts read: their shares add up in order of rank.
+                    unbroadcast(g, dx, x_shape)
+                }));
+            }
+            let op = Op::ExpertOuter { experts: x_shape.dim(0) };
+            Is(Box::new(move |g, dy| {
+                let (a, b) = if tb { (dy, rows) } else { (rows, dy) };
+                g.push(op, &[a, b, ids], &name)
+            }))
+        }
+        Op::ExpertOuter { .. } => Not(NO_SECOND_ORDER),
         Op::Lora { .. } if i == 1 => Is(Box::new(|_, dy| Ok(dy))),
         Op::Lora { .. } if i == 2 => Not(INDEX),
         Op::Lora { slots } => {

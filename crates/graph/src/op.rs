@@ -604,6 +604,21 @@ pub enum Op {
         /// Transposes the last two dimensions of `b`.
         tb: bool,
     },
+    /// `(x [T, X, K], w, i ids [T, U]) -> f32 [T, U, N]` with `X` 1 or `U`: row `t` times the
+    /// experts it chose, `y[t, u] = op(w[ids[t, u]]) x[t, u]` (`x[t, 0]` where `X` is 1). As in
+    /// [`Op::MatMul`], `w` is `[E, N, K]` with `tb` and `[E, K, N]` without; `x` is f32, or q8-rows
+    /// with `tb` when `w` is of a block format. An expert that is not chosen is not read.
+    MatMulExperts {
+        /// Transposes each expert.
+        tb: bool,
+    },
+    /// `(f a [T, A, P], f b [T, B, Q], i ids [T, U]) -> f [E, P, Q]` with `A` and `B` 1 or `U`:
+    /// per expert the sum of `a[t, u] b[t, u]^T` over the places where it was chosen, in order.
+    /// Gradient of [`Op::MatMulExperts`] for the experts; exactly 0 for one that was not chosen.
+    ExpertOuter {
+        /// Experts of the result.
+        experts: usize,
+    },
     /// `(f x [T, K], f base [T, N], i rows [T], then per slot: f A [r, K], f B [N, r],
     /// f scale [1]) -> f [T, N]`: `base + scale_s * B_s (A_s x)` for row `t` with
     /// `s = rows[t]`; rows with a negative slot are `base`. Ranks may differ.
@@ -739,6 +754,8 @@ impl Op {
             Op::RopeTable(_) => "RopeTable",
             Op::Rope { .. } => "Rope",
             Op::MatMul { .. } => "MatMul",
+            Op::MatMulExperts { .. } => "MatMulExperts",
+            Op::ExpertOuter { .. } => "ExpertOuter",
             Op::Lora { .. } => "Lora",
             Op::LoraBack { .. } => "LoraBack",
             Op::Attention(_) => "Attention",

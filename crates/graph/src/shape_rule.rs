@@ -41,6 +41,16 @@ fn epsilon(eps: Real) -> std::result::Result<(), String> {
     want(eps >= 0.0 && eps.is_finite(), || format!("eps must be finite and not negative, is {eps}"))
 }
 
+/// Rows `[T, 1 or U, ..]` and the choices `[T, U]` they go with: `U`.
+fn choices(x: Shape, ids: Shape, what: &str) -> std::result::Result<usize, String> {
+    let fits = ids.rank() == 2
+        && x.rank() == 3
+        && x.dim(0) == ids.dim(0)
+        && (x.dim(1) == 1 || x.dim(1) == ids.dim(1));
+    want(fits, || format!("{what} {x} and ids {ids} must be [T, 1 or U, K] and [T, U]"))?;
+    Ok(ids.dim(1))
+}
+
 fn norm(kind: NormKind, eps: Real, x: Shape) -> std::result::Result<(), String> {
     want(x.rank() > 0, || "a scalar has no rows".into())?;
     match kind {
@@ -544,6 +554,33 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             let mut dims = broadcast_shapes(outer_a, outer_b)?.dims().to_vec();
             dims.extend([m, n]);
             Ok((f, fit(&dims)?))
+        }
+        Op::MatMulExperts { tb } => {
+            i32s(args, &[2])?;
+            let [x, w, ids] = operands(args)?;
+            match (x.0, w.0) {
+                (DType::F32, DType::F32 | DType::F16 | DType::BF16) => {}
+                (DType::F32, DType::Block(_)) => want(!tb, || {
+                    format!("{} experts take q8-rows on their left (QuantizeRows)", w.0)
+                })?,
+                (DType::Q8Rows, DType::Block(_)) => {
+                    want(*tb, || "q8-rows multiply transposed block experts".into())?;
+                }
+                (x, w) => return Err(format!("no product of {x} and experts of {w}")),
+            }
+            want(w.1.rank() == 3, || format!("experts must be [E, N, K], are {}", w.1))?;
+            let used = choices(x.1, ids.1, "x")?;
+            let (k, n) = if *tb { (w.1.dim(2), w.1.dim(1)) } else { (w.1.dim(1), w.1.dim(2)) };
+            want(x.1.dim(2) == k, || format!("inner widths {} and {k} differ", x.1.dim(2)))?;
+            Ok((f, fit(&[x.1.dim(0), used, n])?))
+        }
+        Op::ExpertOuter { experts } => {
+            f32s(args, &[0, 1])?;
+            i32s(args, &[2])?;
+            let [a, b, ids] = operands(args)?;
+            choices(a.1, ids.1, "a")?;
+            choices(b.1, ids.1, "b")?;
+            Ok((f, fit(&[*experts, a.1.dim(2), b.1.dim(2)])?))
         }
         Op::Lora { slots } => {
             let expected = slots.checked_mul(3).and_then(|n| n.checked_add(3));

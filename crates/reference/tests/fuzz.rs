@@ -64,7 +64,20 @@ impl Fuzzer {
         let dim = self.0.below(4) as u8;
         let [t, k, n, h] = [(); 4].map(|()| self.size());
         let real = self.real();
-        match self.0.below(38) {
+        match self.0.below(39) {
+            38 => {
+                let (e, own) = (self.size(), self.one_in(2));
+                let x = vec![t, if own { 2 } else { 1 }, k];
+                let ids = i(&[t, 2]);
+                if self.one_in(3) {
+                    return (Op::ExpertOuter { experts: e }, vec![f(&x), f(&[t, 1, n]), ids]);
+                }
+                let tb = self.one_in(2);
+                let dtype = self.pick(&[DType::F32, DType::F16, Q8_0]);
+                let left = if dtype == Q8_0 && tb { DType::Q8Rows } else { DType::F32 };
+                let w = if tb { vec![e, n, k] } else { vec![e, k, n] };
+                (Op::MatMulExperts { tb }, vec![(left, x), (dtype, w), ids])
+            }
             0 => {
                 let kind = self.pick(&Binary::ALL);
                 let other = if self.one_in(2) { d.clone() } else { self.dims() };

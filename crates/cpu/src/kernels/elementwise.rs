@@ -378,12 +378,23 @@ impl Map<1> for Affine {
 /// Of the quick form of GELU.
 const QUICK: f32 = 1.702;
 
-/// The derivative of `x sigmoid(c x)`: `p (1 + c x (1 - p))` with `p = sigmoid(c x)`.
+/// `sigmoid(x)` and `sigmoid(-x)`, which is 1 less that without its cancellation.
+#[inline(always)]
+fn sigmoids<S: Simd>(s: S, x: S::F32) -> (S::F32, S::F32) {
+    let one = s.splat(1.0);
+    let e = s.exp(s.neg(s.abs(x)));
+    let whole = s.add(one, e);
+    let (small, large) = (s.div(e, whole), s.div(one, whole));
+    let below = s.lt(x, s.zero());
+    (s.select(below, small, large), s.select(below, large, small))
+}
+
+/// The derivative of `x sigmoid(c x)`: `p (1 + c x q)` with `p = sigmoid(c x)`, `q = 1 - p`.
 #[inline(always)]
 fn swish_slope<S: Simd>(s: S, c: S::F32, x: S::F32) -> S::F32 {
-    let (x, one) = (s.mul(c, x), s.splat(1.0));
-    let p = s.sigmoid(x);
-    s.mul(p, s.fma(x, s.sub(one, p), one))
+    let x = s.mul(c, x);
+    let (p, q) = sigmoids(s, x);
+    s.mul(p, s.fma(x, q, s.splat(1.0)))
 }
 
 /// The distribution function of the normal.
@@ -398,31 +409,51 @@ fn gelu_erf_slope(x: f64) -> f64 {
     normal_cdf(x) + x * PEAK * (-0.5 * x * x).exp()
 }
 
-/// `2 sqrt(2/pi)`
-const GELU_SLOPE: f32 = 1.595_769;
-const GELU_CUBIC: f32 = 0.044_715;
+/// `2 sqrt(2/pi)` and 0.044715 times that: `2 u = x (c + d x^2)`.
+const GELU_LINEAR: f32 = 1.595_769_1;
+const GELU_CUBIC: f32 = 0.071_354_82;
 
-/// `sigmoid(2 u)`, which is `(1 + tanh u) / 2` without its cancellation, for the `u` of GELU.
+/// `sigmoid(2 u)` for the `u` of GELU, which is `(1 + tanh u) / 2` without its cancellation, and
+/// 1 less that. Away from 0 the argument's rounding would be the largest error, so it is carried
+/// along.
 #[inline(always)]
-fn gelu_gate<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    let cubic = s.fma(s.mul(x, x), s.splat(GELU_CUBIC), s.splat(1.0));
-    s.sigmoid(s.mul(s.mul(s.splat(GELU_SLOPE), x), cubic))
+fn gelu_gates<S: Simd>(s: S, x: S::F32) -> (S::F32, S::F32) {
+    if const { !S::FUSED } {
+        let gate = |x| s.lane_by_lane(x, |x| 1.0 / (1.0 + (-gelu_argument(x)).exp()));
+        return (gate(x), gate(s.neg(x)));
+    }
+    let (linear, cubic) = (s.splat(GELU_LINEAR), s.splat(GELU_CUBIC));
+    let square = s.mul(x, x);
+    let inner = s.fma(square, cubic, linear);
+    let lost = s.fma(square, cubic, s.sub(linear, inner));
+    let lost = s.fma(s.fma(x, x, s.neg(square)), cubic, lost);
+    let argument = s.mul(x, inner);
+    let lost = s.fma(x, lost, s.fma(x, inner, s.neg(argument)));
+    let (p, q) = sigmoids(s, argument);
+    // Far out the argument may have overflowed, and there is nothing to correct.
+    let spread = s.mul(p, q);
+    let lost = s.select(s.eq(spread, s.zero()), s.zero(), s.mul(spread, lost));
+    (s.add(p, lost), s.sub(q, lost))
+}
+
+/// The argument in f64.
+fn gelu_argument(x: f64) -> f64 {
+    1.595_769_121_605_730_8 * x * (1.0 + 0.044_715 * x * x)
 }
 
 #[inline(always)]
 fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    s.mul(x, gelu_gate(s, x))
+    s.mul(x, gelu_gates(s, x).0)
 }
 
-/// `p + x p (1 - p) (2 u)'` with `p = sigmoid(2 u)`.
+/// `p (1 + q x (2 u)')` with `p = sigmoid(2 u)`, `q = 1 - p`.
 #[inline(always)]
 fn gelu_slope<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    let p = gelu_gate(s, x);
-    let spread = s.mul(p, s.sub(s.splat(1.0), p));
-    let inner = s.fma(s.mul(x, x), s.splat(3.0 * GELU_CUBIC), s.splat(1.0));
-    let slope = s.mul(s.mul(s.splat(GELU_SLOPE), x), inner);
-    // Far out, where the spread is 0, the slope may have overflowed.
-    s.select(s.eq(spread, s.zero()), p, s.fma(spread, slope, p))
+    let (p, q) = gelu_gates(s, x);
+    let inner = s.fma(s.mul(x, x), s.splat(3.0 * GELU_CUBIC), s.splat(GELU_LINEAR));
+    let slope = s.mul(p, s.fma(q, s.mul(x, inner), s.splat(1.0)));
+    // Far out, where the slope is that of a line, the product may have overflowed.
+    s.select(s.eq(s.mul(p, q), s.zero()), p, slope)
 }
 
 fn apply<F: Map<N>, const N: usize>(job: &Job<'_>, f: F, tile: usize) {

@@ -22,7 +22,7 @@ mod tests;
 use graph::{Arg, Call, DType, LoraOperand, Needs, NormOperand, Op, Unsupported};
 
 use crate::job::{Job, Scratch};
-use crate::matmul;
+use crate::matmul::{self, experts};
 
 /// What a kernel says about a call.
 type Support = Result<Needs, Unsupported>;
@@ -108,6 +108,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::RopeTable(_) => rope::supports_table(call),
         Op::Rope { .. } => rope::supports(call),
         Op::MatMul { .. } => matmul::supports(call),
+        Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::supports(call),
         Op::Lora { .. } => lora::supports_forward(call),
         Op::LoraBack { wrt, .. } => lora::supports_back(call, *wrt),
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
@@ -122,6 +123,7 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
     match job.op {
         Op::Gather => indexing::check_gather(job),
         Op::ScatterAdd { rows } => indexing::check_scatter(job, *rows),
+        Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::check(job),
         Op::Lora { slots } => lora::check(job.input(2).ints(), *slots),
         Op::LoraBack { slots, wrt, .. } => {
             let at = if *wrt == LoraOperand::X { 1 } else { 2 };
@@ -165,6 +167,7 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         }
         Op::RopeTable(_) | Op::Rope { .. } => rope::tiles(job),
         Op::MatMul { .. } => matmul::tiles(job),
+        Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::tiles(job),
         Op::Lora { .. } | Op::LoraBack { .. } => lora::tiles(job),
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::tiles(job)
@@ -206,6 +209,9 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         Op::RopeTable(angles) => rope::table_tile(job, angles, tile, scratch),
         Op::Rope { style, inverse } => rope::run_tile(job, *style, *inverse, tile),
         Op::MatMul { .. } => matmul::run_tile(job, tile, scratch),
+        Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => {
+            experts::run_tile(job, tile, scratch);
+        }
         Op::Lora { .. } | Op::LoraBack { .. } => lora::run_tile(job, tile, scratch),
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::run_tile(job, tile, scratch);

@@ -12,7 +12,7 @@ use super::blocks;
 use super::codes::Quads;
 use super::unpack::{ExpandScales, Transpose, expand_quads};
 use crate::dot::{Dot, Driver, Kernel};
-use crate::pack::{Elements, Geometry, PANEL, PackedMatrix, UNIT};
+use crate::pack::{Elements, Geometry, PANEL, Panels, UNIT};
 use crate::simd::{LANES, Simd};
 
 /// Steps along the reduced dimension between two stores of the accumulators: three panels of
@@ -42,9 +42,9 @@ pub(crate) enum Right<'a> {
     /// As `F32`, of bf16.
     BF16(Strided<u16>),
     /// A packed `[N, K]` of floats.
-    Packed(&'a PackedMatrix),
+    Packed(Panels<'a>),
     /// A packed `[K, N]` of floats or blocks.
-    Transposed(&'a PackedMatrix),
+    Transposed(Panels<'a>),
 }
 
 /// Rows x panels of one tile.
@@ -57,8 +57,12 @@ pub(crate) struct Float<'a> {
     pub(crate) rows: Range<usize>,
     /// Panels of 16 columns.
     pub(crate) panels: Range<usize>,
-    /// `[M, N]`, dense.
+    /// `[M, N]`.
     pub(crate) out: *mut f32,
+    /// Elements between rows of `out`.
+    pub(crate) out_step: usize,
+    /// Whether the chains go on from what `out` holds.
+    pub(crate) more: bool,
     /// At least [`scratch_floats`] elements, aligned to 64 bytes.
     pub(crate) scratch: *mut f32,
 }
@@ -189,10 +193,10 @@ impl Float<'_> {
                         b: b.add(done * step),
                         b_step: step,
                         count,
-                        out: self.out.add(row * self.n + column),
-                        out_row: self.n,
+                        out: self.out.wrapping_add(row * self.out_step + column),
+                        out_row: self.out_step,
                         last: (self.n - column - (wide - 1) * PANEL).min(PANEL),
-                        add: k > 0,
+                        add: k > 0 || self.more,
                     }
                 };
                 if const { S::FLOAT_BLOCK.1 == 3 } && wide > 1 {
@@ -414,7 +418,7 @@ impl<S: Dot, E: Element> Kernel<S> for Gather<E> {
 
 /// Unpacks rows `k .. k + count` of a packed `[K, N]`, `k` a multiple of 16, into the tile's
 /// panels of columns: `[panel][CHUNK][16]`.
-unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: &PackedMatrix, k: usize, count: usize) {
+unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: usize, count: usize) {
     let g = w.geometry();
     let column = t.panels.start * PANEL;
     let columns = (t.panels.len() * PANEL).min(t.n - column);

@@ -19,7 +19,7 @@ use super::blocks;
 use super::codes::{Bytes, Codes, Planes, Quads, Table};
 use super::unpack::{ExpandScales, expand_quads};
 use crate::dot::{Dot, Driver, Kernel, MIDDLE, NARROW, WIDE, offset};
-use crate::pack::{Geometry, PANEL, PackedMatrix, UNIT};
+use crate::pack::{Geometry, PANEL, Panels, UNIT};
 use crate::simd::LANES;
 
 /// From this many rows on, a panel's codes are expanded to bytes once for all of them.
@@ -30,13 +30,15 @@ const PREFETCH: usize = 4096;
 
 /// Rows x panels of one tile.
 pub(crate) struct Forward<'a> {
-    pub(crate) weight: &'a PackedMatrix,
+    pub(crate) weight: Panels<'a>,
     /// Quantized rows, one after another.
     pub(crate) x: *const u8,
     pub(crate) rows: Range<usize>,
     pub(crate) panels: Range<usize>,
     /// `[M, N]`.
     pub(crate) out: *mut f32,
+    /// Elements between rows of `out`.
+    pub(crate) out_step: usize,
     /// At least [`scratch`] bytes, aligned to 64.
     pub(crate) scratch: *mut u8,
 }
@@ -127,8 +129,8 @@ impl Driver for Forward<'_> {
                         x: x.add(first * x_bytes),
                         x_step: x_bytes,
                         terms: terms.add(first * per_row),
-                        out: self.out.add(row * g.n + p * PANEL),
-                        out_step: g.n,
+                        out: self.out.wrapping_add(row * self.out_step + p * PANEL),
+                        out_step: self.out_step,
                         last: (g.n - (p + count - 1) * PANEL).min(PANEL),
                     };
                     if expand {

@@ -236,11 +236,12 @@ fn tiles_do_not_change_bits() {
                     drive(
                         isa,
                         quantized::Forward {
-                            weight: &w,
+                            weight: w.panels(),
                             x: x.as_ptr(),
                             rows: row..(row + rows).min(m),
                             panels: panel..(panel + panels).min(n.div_ceil(PANEL)),
                             out: out.as_mut_ptr(),
+                            out_step: n,
                             scratch: scratch.as_mut_ptr().cast(),
                         },
                     );

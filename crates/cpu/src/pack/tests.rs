@@ -85,7 +85,7 @@ fn sizes_are_exact() {
         let bytes = random_weight(DType::Block(ty), 17, 512, 2);
         let matrix = packed(DType::Block(ty), 17, 512, &bytes);
         assert_eq!(Resident::bytes(&matrix), 2 * 2 * expected, "{ty}");
-        assert_eq!(matrix.panels().as_ptr().align_offset(64), 0);
+        assert_eq!(matrix.all_panels().as_ptr().align_offset(64), 0);
     }
 }
 
@@ -101,7 +101,7 @@ fn threads_pack_the_same_bytes() {
         });
     })
     .unwrap();
-    assert_eq!(parallel.panels(), PackedMatrix::pack(&tensor).unwrap().panels());
+    assert_eq!(parallel.all_panels(), PackedMatrix::pack(&tensor).unwrap().all_panels());
 }
 
 #[test]

@@ -14,15 +14,16 @@ use super::{Elements, Geometry, PANEL, Scales, UNIT};
 /// Panels that one call of `for_each`'s function packs.
 const CHUNK: usize = 4;
 
-/// Packs all rows of `bytes`, which have the length that `g` and `dtype` say.
+/// Packs all rows of `bytes`, which have the length that `g`, their number and `dtype` say.
 pub fn pack(
     g: &Geometry,
+    experts: usize,
     dtype: DType,
     bytes: &[u8],
     lines: &mut Lines,
     for_each: impl FnOnce(usize, &(dyn Fn(usize) + Sync)),
 ) -> Result<(), Fault> {
-    if g.panel_bytes == 0 || g.panels == 0 {
+    if g.panel_bytes == 0 || g.panels == 0 || experts == 0 {
         return Ok(());
     }
     // Each chunk is taken out of its slot by whoever packs it, so that none is packed twice.
@@ -38,16 +39,16 @@ pub fn pack(
         }
     });
     match done.into_inner() {
-        n if n == g.panels => Ok(()),
+        n if n == g.panels * experts => Ok(()),
         n => Err(Fault::new(
             Code::Internal,
             "",
-            format!("{n} of {} panels of a {dtype} weight were packed", g.panels),
+            format!("{n} of {} panels of a {dtype} weight were packed", g.panels * experts),
         )),
     }
 }
 
-/// Packs the rows of one panel. `None` does not occur: lengths were checked.
+/// Packs the rows of one panel, counted through all matrices. `None` does not occur: lengths were checked.
 fn pack_panel(
     g: &Geometry,
     dtype: DType,
@@ -56,8 +57,9 @@ fn pack_panel(
     out: &mut [u8],
 ) -> Option<()> {
     let row_bytes = dtype.row_bytes(g.k)?;
-    let first = panel * PANEL;
-    let count = PANEL.min(g.n.checked_sub(first)?);
+    let (expert, panel) = (panel / g.panels, panel % g.panels);
+    let count = PANEL.min(g.n.checked_sub(panel * PANEL)?);
+    let first = expert * g.n + panel * PANEL;
     let rows = bytes.get(first * row_bytes..(first + count) * row_bytes)?;
     match (g.elements, dtype) {
         (Elements::F32, _) => interleave::<4>(rows, row_bytes, out),

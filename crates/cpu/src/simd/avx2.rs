@@ -182,6 +182,7 @@ impl Simd for Avx2 {
     /// All ones or all zeros per lane.
     type Mask = F;
 
+    const FUSED: bool = true;
     const ROWS: usize = 2;
 
     fn call<T: Task>(self, task: T) -> T::Out {

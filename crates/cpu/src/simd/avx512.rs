@@ -76,6 +76,7 @@ impl Simd for Avx512 {
     type I32 = __m512i;
     type Mask = __mmask16;
 
+    const FUSED: bool = true;
     const ROWS: usize = 8;
 
     fn call<T: Task>(self, task: T) -> T::Out {

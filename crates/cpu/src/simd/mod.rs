@@ -142,6 +142,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// 16 truth values.
     type Mask: Copy;
 
+    /// Whether [`Simd::fma`] rounds once.
+    const FUSED: bool;
+
     /// How many rows of two vectors each a register-blocked kernel accumulates at once.
     const ROWS: usize;
 

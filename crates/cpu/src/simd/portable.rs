@@ -91,6 +91,7 @@ impl Simd for Portable {
     type I32 = Lanes<i32>;
     type Mask = Lanes<bool>;
 
+    const FUSED: bool = false;
     const ROWS: usize = 1;
 
     fn call<T: Task>(self, task: T) -> T::Out {

@@ -55,7 +55,9 @@ fn random_op(rng: &mut Rng) -> Op {
         max_bias: if rng.chance(50) { 0.0.into() } else { real(rng) },
         sinks: rng.chance(50),
     };
-    match rng.below(42) {
+    match rng.below(44) {
+        42 => Op::MatMulExperts { tb: rng.chance(50) },
+        43 => Op::ExpertOuter { experts: random_number(rng) },
         31 => Op::Clamp { min: real(rng), max: real(rng) },
         32 => Op::ClampBack { min: real(rng), max: real(rng) },
         33 => Op::Fill { value: real(rng), shape: shape(rng) },

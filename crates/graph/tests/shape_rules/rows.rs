@@ -4,6 +4,65 @@ use gradus_graph::*;
 
 use crate::table::{AND_TWO, Case, NONE, case};
 
+pub fn experts() -> Vec<Case> {
+    let widths = "inner widths 7 and 6 differ";
+    vec![
+        case(
+            Op::MatMulExperts { tb: true },
+            &[
+                ("f32 [3, 1, 6]; f32 [4, 5, 6]; i32 [3, 2]", "f32 [3, 2, 5]"),
+                ("f32 [3, 2, 6]; bf16 [4, 5, 6]; i32 [3, 2]", "f32 [3, 2, 5]"),
+                ("q8-rows [3, 1, 32]; Q8_0 [4, 5, 32]; i32 [3, 2]", "f32 [3, 2, 5]"),
+            ],
+            &[
+                ("f32 [3, 1, 7]; f32 [4, 5, 6]; i32 [3, 2]", widths),
+                (
+                    "f32 [3, 3, 6]; f32 [4, 5, 6]; i32 [3, 2]",
+                    "x [3, 3, 6] and ids [3, 2] must be [T, 1 or U, K] and [T, U]",
+                ),
+                (
+                    "f32 [3, 6]; f32 [4, 5, 6]; i32 [3, 2]",
+                    "x [3, 6] and ids [3, 2] must be [T, 1 or U, K] and [T, U]",
+                ),
+                ("f32 [3, 1, 6]; f32 [5, 6]; i32 [3, 2]", "experts must be [E, N, K], are [5, 6]"),
+                (
+                    "f32 [3, 1, 32]; Q8_0 [4, 5, 32]; i32 [3, 2]",
+                    "Q8_0 experts take q8-rows on their left (QuantizeRows)",
+                ),
+                (
+                    "f16 [3, 1, 6]; f32 [4, 5, 6]; i32 [3, 2]",
+                    "no product of f16 and experts of f32",
+                ),
+                ("f32 [3, 1, 6]; f32 [4, 5, 6]; f32 [3, 2]", "operand 2 must be i32, is f32"),
+                ("f32 [3, 1, 6]; f32 [4, 5, 6]", "takes 3 operands, was given 2"),
+            ],
+        ),
+        case(
+            Op::MatMulExperts { tb: false },
+            &[("f32 [3, 1, 5]; Q8_0 [4, 5, 32]; i32 [3, 2]", "f32 [3, 2, 32]")],
+            &[
+                ("f32 [3, 1, 7]; f32 [4, 6, 5]; i32 [3, 2]", widths),
+                (
+                    "q8-rows [3, 1, 32]; Q8_0 [4, 5, 32]; i32 [3, 2]",
+                    "q8-rows multiply transposed block experts",
+                ),
+            ],
+        ),
+        case(
+            Op::ExpertOuter { experts: 4 },
+            &[("f32 [3, 1, 6]; f32 [3, 2, 5]; i32 [3, 2]", "f32 [4, 6, 5]")],
+            &[
+                (
+                    "f32 [3, 1, 6]; f32 [2, 2, 5]; i32 [3, 2]",
+                    "b [2, 2, 5] and ids [3, 2] must be [T, 1 or U, K] and [T, U]",
+                ),
+                ("f32 [3, 1, 6]; f16 [3, 2, 5]; i32 [3, 2]", "operand 1 must be f32, is f16"),
+                ("f32 [3, 1, 6]; f32 [3, 2, 5]", "takes 3 operands, was given 2"),
+            ],
+        ),
+    ]
+}
+
 pub fn rows() -> Vec<Case> {
     let soft = |mask, max_bias: f32, sinks| SoftmaxAttrs {
         scale: 0.5.into(),

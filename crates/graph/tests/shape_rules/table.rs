@@ -6,7 +6,7 @@ use gradus_graph::*;
 
 use crate::common::shape;
 use crate::dtype;
-use crate::rows::rows;
+use crate::rows::{experts, rows};
 
 pub const Q8: DType = DType::Block(TensorType::Q8_0);
 
@@ -972,6 +972,7 @@ pub fn table() -> Vec<Case> {
         dtypes(),
         lookups(),
         rows(),
+        experts(),
         norms_and_rope(),
         products(),
         attention(),

@@ -23,7 +23,7 @@ mod tests;
 
 use std::collections::HashSet;
 
-use graph::{Code, Device, Error, Graph, NodeId, Result, vjp};
+use graph::{Code, Device, Error, GluKind, GluOperand, Graph, NodeId, Op, Result, vjp};
 
 pub use case::{Case, CaseGraph, Cases, Expected, Fill, Input, Made, View, Wider};
 pub use cases::{cases, op_names};
@@ -39,6 +39,18 @@ pub const RULE_BOUND: f64 = 1e-6;
 
 /// The largest relative error of a device against the f64 interpreter.
 pub const DEVICE_BOUND: f64 = 1e-5;
+
+/// The same for gated linear units and their gradients, which are a few roundings long.
+pub const GLU_BOUND: f64 = 3e-7;
+
+/// The bound of an op's device cases.
+fn device_bound(op: &str) -> f64 {
+    let glu = GluKind::ALL.into_iter().flat_map(|kind| {
+        let wrt = GluOperand::Gate;
+        [Op::Glu(kind).name(), Op::GluBack { kind, wrt }.name()]
+    });
+    if glu.into_iter().any(|name| name == op) { GLU_BOUND } else { DEVICE_BOUND }
+}
 
 /// Checks the gradient rules of all ops, or of those whose name contains `filter` (in any
 /// case), and, where one is given, a device. The same seed gives the same inputs.
@@ -93,7 +105,7 @@ fn check_op(what: &Checks<'_>, seed: u64, op: &'static str, cases: &[Case]) -> O
         report: OpReport {
             op,
             rule: what.rules.map(|_| Tally::new(RULE_BOUND)),
-            device: what.device.map(|_| Tally::new(DEVICE_BOUND)),
+            device: what.device.map(|_| Tally::new(device_bound(op))),
             refusals: 0,
             faults: 0,
             failures: Vec::new(),
@@ -230,7 +242,7 @@ impl Checker<'_> {
         let back = vjp(&built.graph, &[(output, cotangent)], &wrt)?;
         let mut outputs = vec![output];
         outputs.extend(back.grads);
-        let bound = case.device_bound.map_or(DEVICE_BOUND, |wider| wider.bound);
+        let bound = case.device_bound.map_or(device_bound(case.op), |wider| wider.bound);
         let ran = run::check(device, built, &back.graph, &outputs, bound, self.what.segments)?;
         if let Some(found) = ran.measure.verdict(bound) {
             self.fail(&case.name, "device against f64", found);

@@ -52,6 +52,10 @@ impl<'a> Floats<'a> {
 }
 
 impl<'a> Ints<'a> {
+    fn dim(&self, i: usize) -> usize {
+        self.shape.dim(i)
+    }
+
     fn row(&self, i: usize) -> &'a [i32] {
         let cols = self.shape.cols();
         &self.data[i * cols..(i + 1) * cols]
@@ -146,6 +150,8 @@ pub(crate) fn compute(
         Op::RopeTable(angles) => norm::rope_table(operands, angles, shape, mode),
         Op::Rope { style, inverse } => norm::rope(operands, *style, *inverse),
         Op::MatMul { ta, tb } => product::mat_mul(operands, *ta, *tb, shape),
+        Op::MatMulExperts { tb } => product::mat_mul_experts(operands, *tb, shape),
+        Op::ExpertOuter { .. } => product::expert_outer(operands, shape),
         Op::Lora { slots } => product::lora(operands, *slots),
         Op::LoraBack { slots, wrt, slot } => {
             product::lora_back(operands, *slots, *wrt, *slot, shape)

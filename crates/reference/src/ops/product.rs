@@ -33,6 +33,45 @@ pub(super) fn mat_mul(operands: Operands<'_>, ta: bool, tb: bool, shape: Shape) 
     operands.made(shape, out)
 }
 
+/// The row of `[T, 1 or U, ..]` that belongs to choice `u` of row `t`.
+fn choice<'a>(x: Floats<'a>, t: usize, u: usize) -> &'a [f64] {
+    let own = x.dim(1);
+    x.row(t * own + if own == 1 { 0 } else { u })
+}
+
+pub(super) fn mat_mul_experts(operands: Operands<'_>, tb: bool, shape: Shape) -> Out {
+    let (x, w, ids) = (operands.floats(0)?, operands.floats(1)?, operands.ints(2)?);
+    let mut out = operands.zeros(shape)?;
+    let (used, n, k) = (shape.dim(1), shape.dim(2), x.dim(2));
+    for (pair, &id) in ids.data.iter().enumerate() {
+        let expert = operands.index(id, w.dim(0), "expert")?;
+        let x = choice(x, pair / used, pair % used);
+        for j in 0..n {
+            for i in 0..k {
+                let at = if tb { j * k + i } else { i * n + j };
+                out[pair * n + j] += x[i] * w.data[expert * n * k + at];
+            }
+        }
+    }
+    operands.made(shape, out)
+}
+
+pub(super) fn expert_outer(operands: Operands<'_>, shape: Shape) -> Out {
+    let (a, b, ids) = (operands.floats(0)?, operands.floats(1)?, operands.ints(2)?);
+    let mut out = operands.zeros(shape)?;
+    let (p, q, used) = (shape.dim(1), shape.dim(2), ids.dim(1));
+    for (pair, &id) in ids.data.iter().enumerate() {
+        let expert = operands.index(id, shape.dim(0), "expert")?;
+        let (a, b) = (choice(a, pair / used, pair % used), choice(b, pair / used, pair % used));
+        for i in 0..p {
+            for j in 0..q {
+                out[(expert * p + i) * q + j] += a[i] * b[j];
+            }
+        }
+    }
+    operands.made(shape, out)
+}
+
 /// The adapter slot of each row; `None` for rows without one.
 fn slots_of(
     operands: Operands<'_>,

@@ -263,10 +263,10 @@ pub fn glu(c: &mut Cases, kind: GluKind) {
         for swapped in [false, true] {
             // Of an odd width the last element is unused: its gradient is zero, and written.
             c.add(format!("fused, {width} wide, swapped {swapped}"), move |g| {
-                let both = g.float("gate and up", &[3, width], gate_domain(kind))?;
+                let both = g.float("gate and up", &[36, width], gate_domain(kind))?;
                 match width {
                     1 => {
-                        let rest = g.float("rest", &[3, 1], Fill::Signed)?;
+                        let rest = g.float("rest", &[36, 1], Fill::Signed)?;
                         let both = g.graph.concat(&[both, rest], 1)?;
                         g.graph.glu_fused(both, kind, swapped, "y")
                     }

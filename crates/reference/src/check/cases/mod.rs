@@ -2,6 +2,7 @@
 
 mod attention;
 mod elementwise;
+mod experts;
 mod indexing;
 mod layout;
 mod loss;
@@ -114,6 +115,8 @@ ops! {
     Op::RopeTable(_) => "RopeTable", norm::rope_table;
     Op::Rope { .. } => "Rope", norm::rope;
     Op::MatMul { .. } => "MatMul", product::mat_mul;
+    Op::MatMulExperts { .. } => "MatMulExperts", experts::mat_mul_experts;
+    Op::ExpertOuter { .. } => "ExpertOuter", experts::expert_outer;
     Op::Lora { .. } => "Lora", product::lora;
     Op::LoraBack { .. } => "LoraBack", product::lora_back;
     Op::Attention(_) => "Attention", attention::attention;

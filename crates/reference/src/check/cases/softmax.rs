@@ -49,7 +49,7 @@ fn views() -> impl Iterator<Item = View> {
 }
 
 pub fn softmax(c: &mut Cases) {
-    for dims in [&[1][..], &[9], &[1, 16], &[3, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
+    for dims in [&[1][..], &[33], &[2, 16], &[7, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
         c.add(format!("{dims:?}"), move |g| {
             let x = g.float("x", dims, Fill::Between(-2.0, 2.0))?;
             g.graph.softmax(x, "y")
@@ -107,7 +107,7 @@ pub fn softmax_back(c: &mut Cases) {
     for view in [View::Plain].into_iter().chain(View::STRIDED) {
         c.add(format!("{view:?}"), move |g| back(g, view));
     }
-    for dims in [&[9][..], &[3, 33], &[2, 2, 3, 5]] {
+    for dims in [&[33][..], &[3, 33], &[2, 2, 3, 5]] {
         c.add(format!("{dims:?}"), move |g| {
             let y = g.float("y", dims, Fill::POSITIVE)?;
             let dy = g.float("dy", dims, Fill::Signed)?;
@@ -131,7 +131,7 @@ pub fn softmax_sink_back(c: &mut Cases) {
 }
 
 pub fn log_softmax(c: &mut Cases) {
-    for dims in [&[9][..], &[1, 16], &[3, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
+    for dims in [&[33][..], &[2, 16], &[7, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
         c.add(format!("{dims:?}"), move |g| {
             let x = g.float("x", dims, Fill::Between(-2.0, 2.0))?;
             g.graph.push(Op::LogSoftmax, &[x], "y")

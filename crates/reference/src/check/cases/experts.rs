@@ -1,0 +1,171 @@
+//! Cases of products with chosen experts, and of the router that chooses them.
+
+use gguf::TensorType;
+use graph::{DType, NodeId, Op};
+
+use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
+
+/// Choices of `used` of `experts` for each row, all different; the last expert is never chosen
+/// where there are enough others.
+fn choose(g: &mut CaseGraph, rows: usize, used: usize, experts: usize) -> Made {
+    let most = if experts > used { experts - 1 } else { experts };
+    let at = |i: usize| ((i / used * 3 + i % used) % most) as i32;
+    let ids: Vec<i32> = (0..rows * used).map(at).collect();
+    g.ints("ids", &[rows, used], &ids)
+}
+
+/// Rows, choices of a row, experts, outputs, inputs.
+const SIZES: [[usize; 5]; 7] = [
+    [1, 1, 1, 4, 5],
+    [1, 2, 4, 17, 8],
+    [3, 2, 4, 5, 33],
+    [5, 8, 8, 16, 6],
+    [7, 1, 3, 33, 7],
+    [120, 1, 2, 3, 4],
+    [20, 3, 4, 40, 9],
+];
+
+pub fn mat_mul_experts(c: &mut Cases) {
+    for tb in [true, false] {
+        for [t, u, e, n, k] in SIZES {
+            for own in [1, u] {
+                let name = format!("tb {tb}, {t} rows {own} x {k}, {u} of {e} experts, {n} out");
+                c.add(name, move |g| {
+                    // Positive: gradients are sums, which must not cancel.
+                    g.cotangents(Fill::POSITIVE);
+                    let x = g.float("x", &[t, own, k], Fill::POSITIVE)?;
+                    let dims = if tb { [e, n, k] } else { [e, k, n] };
+                    let w = g.float("w", &dims, Fill::POSITIVE)?;
+                    let ids = choose(g, t, u, e)?;
+                    g.graph.push(Op::MatMulExperts { tb }, &[x, w, ids], "y")
+                });
+            }
+        }
+        for dtype in [DType::F16, DType::BF16] {
+            c.add(format!("tb {tb}, {dtype}"), move |g| {
+                let x = g.float("x", &[5, 1, 17], Fill::Signed)?;
+                let w = g.float_of(
+                    "w",
+                    if tb { &[4, 6, 17] } else { &[4, 17, 6] },
+                    dtype,
+                    Fill::Signed,
+                )?;
+                let ids = choose(g, 5, 2, 4)?;
+                g.graph.push(Op::MatMulExperts { tb }, &[x, w, ids], "y")
+            });
+        }
+        for view in View::STRIDED {
+            c.add(format!("tb {tb}, {view:?}"), move |g| {
+                g.cotangents(Fill::POSITIVE);
+                let x = g.viewed("x", &[5, 2, 6], view, Fill::POSITIVE)?;
+                let w =
+                    g.viewed("w", if tb { &[4, 7, 6] } else { &[4, 6, 7] }, view, Fill::POSITIVE)?;
+                let ids = choose(g, 5, 2, 4)?;
+                g.cotangent_viewed(&[5, 2, 7], view)?;
+                g.graph.push(Op::MatMulExperts { tb }, &[x, w, ids], "y")
+            });
+        }
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for [t, u, e, n, k] in [[1, 2, 4, 24, 32], [9, 2, 3, 33, 40], [60, 2, 3, 7, 64]] {
+            c.add(format!("{t} rows, {u} of {e} {dtype} weights [{n}, {k}]"), move |g| {
+                let x = g.float("x", &[t, 1, k], Fill::Signed)?;
+                let w = g.weight("w", &[e, n, k], dtype)?;
+                let ids = choose(g, t, u, e)?;
+                g.graph.project_experts(x, w, ids)
+            });
+        }
+    }
+    for format in TensorType::ALL.into_iter().filter(|format| format.is_quantized()) {
+        for [t, u, e, n] in [[1, 2, 4, 24], [9, 2, 3, 33]] {
+            let dtype = DType::Block(format);
+            c.add(format!("{t} rows, {u} of {e} {format} weights [{n}, 256]"), move |g| {
+                let x = g.float("x", &[t, u, 256], Fill::Signed)?;
+                let w = g.weight("w", &[e, n, 256], dtype)?;
+                let ids = choose(g, t, u, e)?;
+                g.graph.project_experts(x, w, ids)
+            });
+        }
+    }
+    for used in [1, 2, 8] {
+        c.add(format!("a whole router that uses {used}"), move |g| router(g, used));
+    }
+    for id in [-1, 4, i32::MAX] {
+        c.add_outside(format!("expert {id} of 4"), move |g| {
+            let x = g.float("x", &[2, 1, 6], Fill::Signed)?;
+            let w = g.float("w", &[4, 5, 6], Fill::Signed)?;
+            let ids = g.ints("ids", &[2, 2], &[0, 1, id, 2])?;
+            g.graph.push(Op::MatMulExperts { tb: true }, &[x, w, ids], "y")
+        });
+    }
+}
+
+/// The router of a mixture of experts: softmax, the greatest, their shares divided by their
+/// clamped sum and scaled, and the experts' results weighed by them.
+fn router(g: &mut CaseGraph, used: usize) -> Made {
+    // Few experts and many rows, so that every expert is chosen: the shares do not depend on the
+    // logit of one that is not.
+    let (t, experts, n, k) = (12, if used == 8 { 8 } else { 3 }, 5, 6);
+    let x = g.float("x", &[t, k], Fill::Signed)?;
+    let gate = g.float("gate", &[experts, k], Fill::Signed)?;
+    let w = g.float("w", &[experts, n, k], Fill::Signed)?;
+    let shares = |g: &mut CaseGraph, x: NodeId| -> Result<(NodeId, NodeId), graph::Invalid> {
+        let graph = &mut g.graph;
+        let logits = graph.push(Op::MatMul { ta: false, tb: true }, &[x, gate], "logits")?;
+        let p = graph.softmax(logits, "shares")?;
+        let ids = graph.top_k(p, used, "ids")?;
+        let chosen = graph.take(p, ids, "chosen")?;
+        if used == 1 {
+            // One share divided by itself is a constant: the gradient is that of the share.
+            return Ok((ids, chosen));
+        }
+        let sum = graph.sum(chosen, &[1])?;
+        let sum = graph.clamp(sum, 6.1e-5, f32::INFINITY)?;
+        let shares = graph.div(chosen, sum)?;
+        Ok((ids, graph.affine(shares, 1.5, 0.0)?))
+    };
+    let (ids, shares) = shares(g, x)?;
+    let rows = g.graph.reshape(x, &[t, 1, k])?;
+    let y = g.graph.project_experts(rows, w, ids)?;
+    g.graph.mix_experts(y, shares)
+}
+
+pub fn expert_outer(c: &mut Cases) {
+    for [t, u, e, n, k] in SIZES {
+        for (left, right) in [(1, u), (u, 1), (u, u)] {
+            c.add(format!("{t} rows {left} x {n}, {right} x {k}, {u} of {e}"), move |g| {
+                let a = g.float("a", &[t, left, n], Fill::POSITIVE)?;
+                let b = g.float("b", &[t, right, k], Fill::POSITIVE)?;
+                g.expect_all(g.refused());
+                let ids = choose(g, t, u, e)?;
+                g.graph.push(Op::ExpertOuter { experts: e }, &[a, b, ids], "y")
+            });
+        }
+    }
+    c.add("more rows and columns than a tile has", |g| {
+        let a = g.float("a", &[3, 1, 200], Fill::POSITIVE)?;
+        let b = g.float("b", &[3, 1, 210], Fill::POSITIVE)?;
+        g.expect_all(g.refused());
+        let ids = choose(g, 3, 1, 2)?;
+        g.graph.push(Op::ExpertOuter { experts: 2 }, &[a, b, ids], "y")
+    });
+    for view in View::STRIDED {
+        c.add(format!("{view:?}"), move |g| {
+            let a = g.viewed("a", &[5, 2, 6], view, Fill::POSITIVE)?;
+            let b = g.viewed("b", &[5, 2, 7], view, Fill::POSITIVE)?;
+            g.expect_all(Expected::Nothing);
+            let refused = g.refused();
+            if let Some(leaf) = g.graph.find_leaf("a") {
+                g.expect(leaf, refused);
+            }
+            let ids = choose(g, 5, 2, 4)?;
+            g.graph.push(Op::ExpertOuter { experts: 4 }, &[a, b, ids], "y")
+        });
+    }
+    c.add_outside("expert 3 of 3", |g| {
+        let a = g.float("a", &[2, 1, 6], Fill::Signed)?;
+        let b = g.float("b", &[2, 1, 5], Fill::Signed)?;
+        let ids = g.ints("ids", &[2, 2], &[0, 1, 3, 2])?;
+        g.graph.push(Op::ExpertOuter { experts: 3 }, &[a, b, ids], "y")
+    });
+}
