@@ -410,7 +410,7 @@ fn gelu_erf_slope(x: f64) -> f64 {
 }
 
 /// `2 sqrt(2/pi)` and 0.044715 times that: `2 u = x (c + d x^2)`.
-const GELU_LINEAR: f32 = 1.595_769_1;
+const GELU_LINEAR: f32 = 1.595_769;
 const GELU_CUBIC: f32 = 0.071_354_82;
 
 /// `sigmoid(2 u)` for the `u` of GELU, which is `(1 + tanh u) / 2` without its cancellation, and

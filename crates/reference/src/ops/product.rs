@@ -47,9 +47,9 @@ pub(super) fn mat_mul_experts(operands: Operands<'_>, tb: bool, shape: Shape) ->
         let expert = operands.index(id, w.dim(0), "expert")?;
         let x = choice(x, pair / used, pair % used);
         for j in 0..n {
-            for i in 0..k {
+            for (i, x) in x.iter().enumerate() {
                 let at = if tb { j * k + i } else { i * n + j };
-                out[pair * n + j] += x[i] * w.data[expert * n * k + at];
+                out[pair * n + j] += x * w.data[expert * n * k + at];
             }
         }
     }
