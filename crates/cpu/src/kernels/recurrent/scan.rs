@@ -25,9 +25,58 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
     Ok(needs(&buffers(states)))
 }
 
-/// Floats of scratch: the states of 16 channels, and a head's decays.
-fn buffers(states: usize) -> [usize; 2] {
-    [LANES * padded(states), padded(states)]
+/// Floats of scratch: the states of 16 channels.
+fn buffers(states: usize) -> [usize; 1] {
+    [LANES * padded(states)]
+}
+
+/// Up to 16 channels that a tile takes through the tokens at once.
+pub(super) struct Channels {
+    pub(super) first: usize,
+    pub(super) count: usize,
+    pub(super) heads: [usize; LANES],
+    groups: [usize; LANES],
+    /// Where they are in a row of `x`.
+    x: [usize; LANES],
+}
+
+/// `dt` and `x` of channels at one row.
+pub(super) struct Gates {
+    pub(super) dt: [f32; LANES],
+    pub(super) x: [f32; LANES],
+}
+
+impl Channels {
+    pub(super) fn new(o: &Operands<'_>, first: usize, end: usize) -> Channels {
+        let count = end.saturating_sub(first).min(LANES);
+        let (mut heads, mut groups, mut x) = ([0; LANES], [0; LANES], [0; LANES]);
+        for r in 0..count {
+            heads[r] = (first + r) / o.width;
+            groups[r] = heads[r] / (o.heads / o.groups).max(1);
+            x[r] = heads[r] * o.x.head + (first + r) % o.width;
+        }
+        Channels { first, count, heads, groups, x }
+    }
+
+    /// The group that the channels of one group are of.
+    pub(super) fn group(&self) -> usize {
+        self.groups[0]
+    }
+
+    /// # Safety
+    /// `row` must be of the operands.
+    #[inline(always)]
+    pub(super) unsafe fn gates(&self, o: &Operands<'_>, row: usize) -> Gates {
+        let (mut dt, mut x) = ([0.0; LANES], [0.0; LANES]);
+        for r in 0..self.count {
+            // SAFETY: the caller's; the channels are of the operands.
+            unsafe {
+                dt[r] = o.dt.get(row, self.heads[r]);
+                x[r] = *o.x.at(row, 0).add(self.x[r]);
+            }
+        }
+        Gates { dt, x }
+    }
 }
 
 /// An op's operands.
@@ -74,6 +123,7 @@ impl<'a> Operands<'a> {
         }
     }
 
+    /// Channels of all heads.
     pub(super) fn channels(&self) -> usize {
         self.heads * self.width
     }
@@ -81,12 +131,6 @@ impl<'a> Operands<'a> {
     /// Elements of all outputs, after which the exit states begin.
     pub(super) fn outputs(&self) -> usize {
         self.rows * self.channels()
-    }
-
-    /// The group of a head.
-    #[inline(always)]
-    pub(super) fn group(&self, head: usize) -> usize {
-        head / (self.heads / self.groups).max(1)
     }
 
     /// Floats between the states of two channels in scratch.
@@ -116,70 +160,44 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Writes the decays `exp(dt a)` of a row and head to `to`.
-    ///
-    /// # Safety
-    /// `to` must be valid for [`Operands::stride`] writes, `row` and `head` be of the operands.
-    #[inline(always)]
-    pub(super) unsafe fn decay<S: Simd>(&self, s: S, row: usize, head: usize, to: *mut f32) {
-        // SAFETY: the caller's.
-        unsafe {
-            let dt = s.splat(self.dt.get(row, head));
-            if self.decays == 1 {
-                let decay = s.exp(s.mul(dt, self.a(s, head, 0)));
-                for n in (0..self.states).step_by(LANES) {
-                    s.store(to.add(n), decay);
-                }
-            } else {
-                for n in (0..self.states).step_by(LANES) {
-                    s.store(to.add(n), s.exp(s.mul(dt, self.a(s, head, n))));
-                }
-            }
-        }
-    }
-
     /// Advances the states of up to 16 channels by a row: reads `from`, writes `to`, which may
     /// be the same. With `y`, gives the outputs, a lane per channel; else zeros.
     ///
     /// # Safety
-    /// `from` and `to` must be valid for the states of the channels, `decays` for one head's;
-    /// the row and channels must be of the operands.
+    /// `from` and `to` must be valid for the states of the channels; the row must be of the
+    /// operands.
     #[inline(always)]
     pub(super) unsafe fn step<S: Simd>(
         &self,
         s: S,
         row: usize,
-        channels: std::ops::Range<usize>,
-        decays: *mut f32,
+        channels: &Channels,
         (from, to): (*const f32, *mut f32),
         y: bool,
     ) -> S::F32 {
         let mut products = [s.zero(); LANES];
-        let mut last = usize::MAX;
-        for (r, channel) in channels.enumerate() {
-            let head = channel / self.width;
-            let group = self.group(head);
-            // SAFETY: the caller's.
-            unsafe {
-                if head != last {
-                    self.decay(s, row, head, decays);
-                    last = head;
-                }
-                let x = *self.x.at(row, head).add(channel - head * self.width);
-                let x = s.splat(self.dt.get(row, head) * x);
-                let (b, c) = (self.b.at(row, group), self.c.at(row, group));
-                let mut sum = s.zero();
-                for n in (0..self.states).step_by(LANES) {
+        // SAFETY: the caller's.
+        unsafe {
+            let gates = channels.gates(self, row);
+            for n in (0..self.states).step_by(LANES) {
+                let m = self.states - n;
+                let mut last = usize::MAX;
+                let (mut decay, mut b, mut c) = (s.zero(), s.zero(), s.zero());
+                for (r, product) in products.iter_mut().take(channels.count).enumerate() {
+                    let head = channels.heads[r];
+                    if head != last {
+                        decay = s.exp(s.mul(s.splat(gates.dt[r]), self.a(s, head, n)));
+                        b = s.load_first(self.b.at(row, channels.groups[r]).add(n), m);
+                        c = s.load_first(self.c.at(row, channels.groups[r]).add(n), m);
+                        last = head;
+                    }
                     let at = r * self.stride() + n;
-                    let decayed = s.mul(s.load(decays.add(n)), s.load(from.add(at)));
-                    let state = s.fma(x, s.load_first(b.add(n), self.states - n), decayed);
+                    let decayed = s.mul(decay, s.load(from.add(at)));
+                    let state = s.fma(s.splat(gates.dt[r] * gates.x[r]), b, decayed);
                     s.store(to.add(at), state);
                     if y {
-                        sum = s.fma(state, s.load_first(c.add(n), self.states - n), sum);
+                        *product = s.fma(state, c, *product);
                     }
-                }
-                if let Some(product) = products.get_mut(r) {
-                    *product = sum;
                 }
             }
         }
@@ -249,8 +267,8 @@ pub(super) fn tiles(job: &Job<'_>) -> usize {
 
 pub(super) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
     let o = Operands::new(job);
-    let [state, decays] = buffers(o.states).map(|n| scratch.take(n));
-    job.isa.run(Forward { job, o, tile, state, decays });
+    let [state] = buffers(o.states).map(|n| scratch.take(n));
+    job.isa.run(Forward { job, o, tile, state });
 }
 
 struct Forward<'a> {
@@ -258,7 +276,6 @@ struct Forward<'a> {
     o: Operands<'a>,
     tile: usize,
     state: &'a mut [f32],
-    decays: &'a mut [f32],
 }
 
 impl Task for Forward<'_> {
@@ -274,20 +291,21 @@ impl Task for Forward<'_> {
                 zero(y.add(rows.start * all), rows.len() * all);
             });
         }
-        let (state, decays) = (self.state.as_mut_ptr(), self.decays.as_mut_ptr());
+        let state = self.state.as_mut_ptr();
         let sequence = sequence(o.seqs, self.tile / blocks.count);
         for first in blocks.range(self.tile % blocks.count).map(|block| block * LANES) {
-            let channels = first..(first + LANES).min(all);
+            let channels = Channels::new(&o, first, all);
+            let count = channels.count;
             let at = o.state_at(sequence.index, first);
             // SAFETY: these channels of the sequence's outputs and exit state are this tile's.
             // Scratch is as large as `buffers` says; the sequence's rows have been checked.
             unsafe {
-                o.load(s, o.state.add(at), channels.len(), state);
+                o.load(s, o.state.add(at), count, state);
                 for row in sequence.range() {
-                    let out = o.step(s, row, channels.clone(), decays, (state, state), true);
-                    s.store_first(y.add(row * all + first), out, channels.len());
+                    let out = o.step(s, row, &channels, (state, state), true);
+                    s.store_first(y.add(row * all + first), out, count);
                 }
-                o.save(s, state, channels.len(), y.add(o.outputs() + at));
+                o.save(s, state, count, y.add(o.outputs() + at));
             }
         }
     }

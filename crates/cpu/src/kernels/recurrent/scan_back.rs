@@ -6,16 +6,16 @@ use std::ops::Range;
 
 use graph::Op;
 
-use super::scan::Operands;
+use super::scan::{Channels, Operands};
 use super::{Sequence, add_first, reduce_rows, rows_of_none, segments, sequence, zero};
 use crate::job::{Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
 /// Floats of scratch for 16 channels: the states of one segment, those at the segments' starts,
-/// the gradient of the state, a head's decays, and the gradients of the heads' `a`.
-pub(super) fn buffers(rows: usize, states: usize) -> [usize; 5] {
+/// the gradient of the state, and the gradients of the heads' `a`.
+pub(super) fn buffers(rows: usize, states: usize) -> [usize; 4] {
     let ((length, count), state) = (segments(rows), LANES * padded(states));
-    [(length + 1) * state, count * state, state, padded(states), state]
+    [(length + 1) * state, count * state, state, state]
 }
 
 /// The heads of a tile: run `part` of a group.
@@ -35,9 +35,8 @@ pub(super) fn tiles(job: &Job<'_>, parts: usize) -> usize {
 
 pub(super) fn run_tile(job: &Job<'_>, parts: usize, tile: usize, mut scratch: Scratch<'_>) {
     let o = Operands::new(job);
-    let [states, starts, ds, decays, da] =
-        buffers(o.rows, o.states).map(|n| scratch.take(n).as_mut_ptr());
-    let scratch = Buffers { states, starts, ds, decays, da };
+    let [states, starts, ds, da] = buffers(o.rows, o.states).map(|n| scratch.take(n).as_mut_ptr());
+    let scratch = Buffers { states, starts, ds, da };
     let to = Gradients::new(job, &o, parts);
     job.isa.run(Back { o, dy: job.input(7).ptr(), to, parts, tile, scratch });
 }
@@ -47,7 +46,6 @@ struct Buffers {
     states: *mut f32,
     starts: *mut f32,
     ds: *mut f32,
-    decays: *mut f32,
     da: *mut f32,
 }
 
@@ -119,8 +117,7 @@ impl Task for Back<'_> {
             let decays = (sequence.index * o.heads + heads.start) * o.decays;
             zero(to.a.add(decays), heads.len() * o.decays);
             for first in channels.clone().step_by(LANES) {
-                let block = first..(first + LANES).min(channels.end);
-                self.channels(s, sequence, block, shared);
+                self.channels(s, sequence, &Channels::new(o, first, channels.end), shared);
             }
         }
     }
@@ -137,15 +134,15 @@ impl Back<'_> {
         &self,
         s: S,
         sequence: Sequence,
-        channels: Range<usize>,
+        channels: &Channels,
         shared: usize,
     ) {
         let (o, b) = (&self.o, self.scratch);
         let (length, size) = (segments(o.rows).0, LANES * o.stride());
-        let count = channels.len();
-        let at = o.state_at(sequence.index, channels.start);
+        let count = channels.count;
+        let at = o.state_at(sequence.index, channels.first);
         let segments = sequence.rows.div_ceil(length);
-        let heads = channels.start / o.width..(channels.end - 1) / o.width + 1;
+        let heads = channels.heads[0]..channels.heads[count - 1] + 1;
         // SAFETY: the caller's; a sequence has no more segments than all rows have, and 16
         // channels no more than 16 heads.
         unsafe {
@@ -156,7 +153,7 @@ impl Back<'_> {
                 let next = b.starts.add((p / length + 1) * size);
                 let from = if p % length == 0 { b.starts.add(p / length * size) } else { next };
                 let row = sequence.first + p;
-                o.step(s, row, channels.clone(), b.decays, (from, next), false);
+                o.step(s, row, channels, (from, next), false);
             }
             o.load(s, self.dy.add(o.outputs() + at), count, b.ds);
             for segment in (0..segments).rev() {
@@ -167,10 +164,10 @@ impl Back<'_> {
                 for p in 0..rows {
                     let (from, to) = (b.states.add(p * size), b.states.add((p + 1) * size));
                     let row = sequence.first + begin + p;
-                    o.step(s, row, channels.clone(), b.decays, (from, to), false);
+                    o.step(s, row, channels, (from, to), false);
                 }
                 for p in (0..rows).rev() {
-                    self.descend(s, sequence.first + begin + p, channels.clone(), shared, p);
+                    self.descend(s, sequence.first + begin + p, channels, shared, p);
                 }
             }
             o.save(s, b.ds, count, self.to.state.add(at));
@@ -201,62 +198,57 @@ impl Back<'_> {
         &self,
         s: S,
         row: usize,
-        channels: Range<usize>,
+        channels: &Channels,
         shared: usize,
         p: usize,
     ) {
         let (o, scratch, to) = (&self.o, self.scratch, self.to);
         let size = LANES * o.stride();
-        let first_head = channels.start / o.width;
         let shared = shared + row * o.groups * o.states;
+        let out = row * o.channels() + channels.first;
         let (mut of_x, mut of_dt) = ([s.zero(); LANES], [s.zero(); LANES]);
-        let mut last = usize::MAX;
-        for (r, channel) in channels.clone().enumerate() {
-            let head = channel / o.width;
-            let group = o.group(head);
-            // SAFETY: the caller's.
-            unsafe {
-                if head != last {
-                    o.decay(s, row, head, scratch.decays);
-                    last = head;
-                }
-                let dt = o.dt.get(row, head);
-                let x = *o.x.at(row, head).add(channel - head * o.width);
-                let dy = s.splat(*self.dy.add(row * o.channels() + channel));
-                let (dt, step) = (s.splat(dt), s.splat(dt * x));
-                let (b, c) = (o.b.at(row, group), o.c.at(row, group));
-                let before = scratch.states.add(p * size + r * o.stride());
-                let after = scratch.states.add((p + 1) * size + r * o.stride());
-                let ds = scratch.ds.add(r * o.stride());
-                let da = scratch.da.add((head - first_head) * o.stride());
-                let (mut gives_x, mut gives_dt) = (s.zero(), s.zero());
-                for n in (0..o.states).step_by(LANES) {
-                    let m = o.states - n;
-                    let decay = s.load(scratch.decays.add(n));
-                    let v = s.fma(dy, s.load_first(c.add(n), m), s.load(ds.add(n)));
-                    gives_x = s.fma(v, s.load_first(b.add(n), m), gives_x);
-                    add_first(s, to.c.add(shared + n), s.mul(dy, s.load(after.add(n))), m);
-                    add_first(s, to.b.add(shared + n), s.mul(step, v), m);
-                    let v = s.mul(decay, v);
-                    let e = s.mul(v, s.load(before.add(n)));
-                    gives_dt = s.fma(e, o.a(s, head, n), gives_dt);
-                    s.store(da.add(n), s.fma(dt, e, s.load(da.add(n))));
-                    s.store(ds.add(n), v);
-                }
-                of_x[r] = gives_x;
-                of_dt[r] = gives_dt;
-            }
-        }
-        let (mut of_x_sums, mut of_dt_sums) = ([0.0; LANES], [0.0; LANES]);
-        // SAFETY: there are as many lanes; the rest is the caller's.
+        // SAFETY: the caller's; there are as many lanes as channels.
         unsafe {
+            let gates = channels.gates(o, row);
+            let (b, c) = (o.b.at(row, channels.group()), o.c.at(row, channels.group()));
+            for n in (0..o.states).step_by(LANES) {
+                let m = o.states - n;
+                let (b, c) = (s.load_first(b.add(n), m), s.load_first(c.add(n), m));
+                let (mut db, mut dc) = (s.zero(), s.zero());
+                let mut last = usize::MAX;
+                let (mut a, mut decay) = (s.zero(), s.zero());
+                for r in 0..channels.count {
+                    let head = channels.heads[r];
+                    let dt = s.splat(gates.dt[r]);
+                    if head != last {
+                        a = o.a(s, head, n);
+                        decay = s.exp(s.mul(dt, a));
+                        last = head;
+                    }
+                    let at = r * o.stride() + n;
+                    let (before, after) = (p * size + at, (p + 1) * size + at);
+                    let dy = s.splat(*self.dy.add(out + r));
+                    let ds = s.fma(dy, c, s.load(scratch.ds.add(at)));
+                    dc = s.fma(dy, s.load(scratch.states.add(after)), dc);
+                    db = s.fma(s.splat(gates.dt[r] * gates.x[r]), ds, db);
+                    of_x[r] = s.fma(ds, b, of_x[r]);
+                    let ds = s.mul(decay, ds);
+                    let e = s.mul(ds, s.load(scratch.states.add(before)));
+                    of_dt[r] = s.fma(e, a, of_dt[r]);
+                    let da = scratch.da.add((head - channels.heads[0]) * o.stride() + n);
+                    s.store(da, s.fma(dt, e, s.load(da)));
+                    s.store(scratch.ds.add(at), ds);
+                }
+                add_first(s, to.b.add(shared + n), db, m);
+                add_first(s, to.c.add(shared + n), dc, m);
+            }
+            let (mut of_x_sums, mut of_dt_sums) = ([0.0; LANES], [0.0; LANES]);
             s.store(of_x_sums.as_mut_ptr(), reduce_rows(s, &mut of_x));
             s.store(of_dt_sums.as_mut_ptr(), reduce_rows(s, &mut of_dt));
-            for ((channel, of_x), of_dt) in channels.zip(of_x_sums).zip(of_dt_sums) {
-                let head = channel / o.width;
-                let x = *o.x.at(row, head).add(channel - head * o.width);
-                *to.x.add(row * o.channels() + channel) = o.dt.get(row, head) * of_x;
-                *to.dt.add(row * o.heads + head) += of_dt + x * of_x;
+            for r in 0..channels.count {
+                *to.x.add(out + r) = gates.dt[r] * of_x_sums[r];
+                *to.dt.add(row * o.heads + channels.heads[r]) +=
+                    of_dt_sums[r] + gates.x[r] * of_x_sums[r];
             }
         }
     }

@@ -102,10 +102,15 @@ struct ConvOperands {
 impl Conv {
     fn operands(&self, g: &mut CaseGraph) -> Result<ConvOperands, Invalid> {
         let Conv { packing, channels, taps, view } = *self;
+        // What is repeated cancels everywhere at once where it cancels at all.
+        let fill = match view {
+            View::Repeated | View::RepeatedColumns => Fill::POSITIVE,
+            _ => Fill::Signed,
+        };
         Ok(ConvOperands {
-            x: g.viewed("x", &[packing.rows, channels], view, Fill::Signed)?,
-            w: g.viewed("w", &[channels, taps], view, Fill::Signed)?,
-            state: g.viewed("state", &[packing.count(), taps - 1, channels], view, Fill::Signed)?,
+            x: g.viewed("x", &[packing.rows, channels], view, fill)?,
+            w: g.viewed("w", &[channels, taps], view, fill)?,
+            state: g.viewed("state", &[packing.count(), taps - 1, channels], view, fill)?,
             seqs: packing.seqs(g)?,
         })
     }
@@ -154,7 +159,7 @@ fn convs() -> Vec<(String, Conv)> {
         all.push((name, Conv { packing, channels, taps, view: View::Plain }));
     };
     for packing in ALL {
-        for (channels, taps) in [(5, 4), (16, 3), (33, 4), (1, 2), (20, 6)] {
+        for (channels, taps) in [(5, 4), (16, 3), (33, 4), (7, 2), (20, 6)] {
             add(packing, channels, taps);
         }
     }
@@ -504,7 +509,8 @@ fn deltas() -> Vec<(String, Delta)> {
     }
     for widths in [(1, 1), (4, 4), (16, 16), (17, 3), (3, 18), (20, 33), (32, 16), (15, 40)] {
         let (keys, width) = widths;
-        let heads = (1, 2);
+        // Some hundred elements, of which few come out small.
+        let heads = if keys * width < 16 { (2, 8) } else { (1, 2) };
         add(format!("widths {keys} and {width}"), Delta { widths, heads, packing: SHORT, ..DELTA });
     }
     add("widths 16 and 32, packed".into(), Delta { widths: (16, 32), ..DELTA });
