@@ -419,25 +419,25 @@ pub(super) fn delta_back(operands: Operands<'_>, attrs: &GatedDeltaAttrs, shape:
                 let beta = delta.beta.row(row)[h];
                 let value_row = (row * heads + h) * width;
                 let mut dd = vec![0.0; width];
-                for at in 0..keys * width {
+                for (at, ds) in ds.iter_mut().enumerate() {
                     let (i, j) = (at / width, at % width);
                     let dy = scale * dy[value_row + j];
                     dq[key_row * keys + i] += step.after[at] * dy;
-                    ds[at] += q[i] * dy;
-                    dk[key_row * keys + i] += ds[at] * beta * step.off[j];
-                    dd[j] += ds[at] * k[i];
+                    *ds += q[i] * dy;
+                    dk[key_row * keys + i] += *ds * beta * step.off[j];
+                    dd[j] += *ds * k[i];
                 }
                 for (j, dd) in dd.iter().enumerate() {
                     dv[value_row + j] = beta * dd;
                     dbeta[row * heads + h] += dd * step.off[j];
                 }
-                for at in 0..keys * width {
+                for (at, ds) in ds.iter_mut().enumerate() {
                     let (i, j) = (at / width, at % width);
                     let du = -beta * dd[j];
                     dk[key_row * keys + i] += step.decayed[at] * du;
-                    ds[at] += k[i] * du;
-                    dg[delta.g_at(row, h, i)] += ds[at] * step.decayed[at];
-                    ds[at] *= delta.decay(row, h, i);
+                    *ds += k[i] * du;
+                    dg[delta.g_at(row, h, i)] += *ds * step.decayed[at];
+                    *ds *= delta.decay(row, h, i);
                 }
             }
             d_entry[at..at + keys * width].copy_from_slice(&ds);

@@ -56,7 +56,7 @@ fn conv(channels: usize, taps: usize) -> Recurrence {
             kind(By::Sequence, &[taps - 1, channels], -1.0, 1.0),
         ],
         build: Box::new(|c, x| {
-            let &[x, w, state, seqs] = x else { unreachable!() };
+            let [x, w, state, seqs]: [NodeId; 4] = x.try_into().unwrap();
             let y = c.graph.ssm_conv(x, w, state, seqs, "y").unwrap();
             (y, c.graph.ssm_conv_state(x, state, seqs, "exit").unwrap())
         }),
