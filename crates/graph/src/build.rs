@@ -263,4 +263,59 @@ impl Graph {
         };
         self.push(Op::MatMul { ta: false, tb: true }, &[x, w], &name)
     }
+
+    /// Causal convolution of each channel over packed sequences: [`Op::SsmConv`].
+    pub fn ssm_conv(
+        &mut self,
+        x: NodeId,
+        w: NodeId,
+        state: NodeId,
+        seqs: NodeId,
+        name: &str,
+    ) -> Made {
+        self.push(Op::SsmConv, &[x, w, state, seqs], name)
+    }
+
+    /// The state that [`Graph::ssm_conv`] leaves: [`Op::SsmConvState`].
+    pub fn ssm_conv_state(&mut self, x: NodeId, state: NodeId, seqs: NodeId, name: &str) -> Made {
+        self.push(Op::SsmConvState, &[x, state, seqs], name)
+    }
+
+    /// Selective scan of `x, dt, a, b, c, state, seqs`: [`Op::SsmScan`]. Gives the outputs
+    /// `[T, H, D]` and the exit states `[S, H, D, N]`.
+    pub fn ssm_scan(
+        &mut self,
+        operands: [NodeId; 7],
+        name: &str,
+    ) -> std::result::Result<(NodeId, NodeId), Invalid> {
+        let both = self.push(Op::SsmScan, &operands, name)?;
+        let [x, _, _, _, _, state, _] = operands;
+        self.two_parts(both, self.get(x)?.shape, self.get(state)?.shape)
+    }
+
+    /// Gated delta rule of `q, k, v, g, beta, state, seqs`: [`Op::GatedDeltaRule`]. Gives the
+    /// outputs `[T, Hv, Dv]` and the exit states `[S, Hv, Dk, Dv]`.
+    pub fn gated_delta_rule(
+        &mut self,
+        attrs: GatedDeltaAttrs,
+        operands: [NodeId; 7],
+        name: &str,
+    ) -> std::result::Result<(NodeId, NodeId), Invalid> {
+        let both = self.push(Op::GatedDeltaRule(attrs), &operands, name)?;
+        let [_, _, v, _, _, state, _] = operands;
+        self.two_parts(both, self.get(v)?.shape, self.get(state)?.shape)
+    }
+
+    /// The two tensors that a flat one holds.
+    fn two_parts(
+        &mut self,
+        both: NodeId,
+        first: Shape,
+        second: Shape,
+    ) -> std::result::Result<(NodeId, NodeId), Invalid> {
+        let a = self.slice(both, 0, 0, first.elements())?;
+        let a = self.reshape(a, first.dims())?;
+        let b = self.slice(both, 0, first.elements(), second.elements())?;
+        Ok((a, self.reshape(b, second.dims())?))
+    }
 }

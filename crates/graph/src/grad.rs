@@ -262,6 +262,24 @@ fn normal_density(g: &mut Graph, x: NodeId) -> Made {
     g.unary(Unary::Exp, exponent)
 }
 
+/// Gradient `i` of a flat tensor that holds one after the other, each `times` over: those are
+/// summed.
+fn part_of(g: &mut Graph, all: NodeId, shapes: &[Shape; 6], times: &[usize; 6], i: usize) -> Made {
+    let mut sizes = shapes.iter().zip(times).map(|(shape, times)| shape.elements() * times);
+    let start = sizes.by_ref().take(i).sum();
+    let (len, times) = (sizes.next().unwrap_or(0), times.get(i).copied().unwrap_or(1));
+    let shape = shapes.get(i).copied().unwrap_or(g.node(all).shape);
+    let part = g.slice(all, 0, start, len)?;
+    let part = match times {
+        1 => part,
+        _ => {
+            let parts = g.reshape(part, &[times, shape.elements()])?;
+            g.sum(parts, &[0])?
+        }
+    };
+    g.reshape(part, shape.dims())
+}
+
 const NO_SECOND_ORDER: &str = "it is a gradient op, and there are no second-order gradients";
 const INDEX: &str = "the operand is an index: nothing changes smoothly with it";
 const LABEL: &str = "the operand holds labels: nothing changes smoothly with them";
@@ -654,6 +672,58 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
             }))
         }
         Op::AttentionStats(_) | Op::AttentionBack { .. } => Not(NO_SECOND_ORDER),
+
+        // ---- recurrences
+        Op::SsmConv => {
+            let wrt = match i {
+                0 => SsmConvOperand::X,
+                1 => SsmConvOperand::Weight,
+                2 => SsmConvOperand::State,
+                _ => return Not(INDEX),
+            };
+            Is(Box::new(move |g, dy| {
+                let operands = [arg(0), arg(1), arg(2), arg(3), dy];
+                g.push(Op::SsmConvBack { wrt }, &operands, &name)
+            }))
+        }
+        Op::SsmConvBack { .. } => Not(NO_SECOND_ORDER),
+        Op::SsmConvState => {
+            let wrt = match i {
+                0 => SsmConvStateOperand::X,
+                1 => SsmConvStateOperand::State,
+                _ => return Not(INDEX),
+            };
+            Is(Box::new(move |g, dy| {
+                let operands = [arg(0), arg(1), arg(2), dy];
+                g.push(Op::SsmConvStateBack { wrt }, &operands, &name)
+            }))
+        }
+        Op::SsmConvStateBack { .. } => Not(NO_SECOND_ORDER),
+        Op::SsmScan | Op::GatedDeltaRule(_) if i == 6 => Not(INDEX),
+        Op::SsmScan => Is(Box::new(move |g, dy| {
+            let shapes: [Shape; 6] = std::array::from_fn(|o| g.node(arg(o)).shape);
+            let [_, dt, _, b, _, state] = shapes;
+            // Some sixteen tiles per sequence, as far as there are heads.
+            let heads = dt.dim(1) / b.dim(1).max(1);
+            let parts = heads.min(16 / b.dim(1).max(1)).max(1);
+            let times = [1, 1, state.dim(0), parts, parts, 1];
+            let mut operands = args.clone();
+            operands.push(dy);
+            let all = g.push(Op::SsmScanBack { parts }, &operands, &name)?;
+            part_of(g, all, &shapes, &times, i)
+        })),
+        Op::SsmScanBack { .. } => Not(NO_SECOND_ORDER),
+        Op::GatedDeltaRule(attrs) => {
+            let attrs = *attrs;
+            Is(Box::new(move |g, dy| {
+                let shapes: [Shape; 6] = std::array::from_fn(|o| g.node(arg(o)).shape);
+                let mut operands = args.clone();
+                operands.push(dy);
+                let all = g.push(Op::GatedDeltaRuleBack(attrs), &operands, &name)?;
+                part_of(g, all, &shapes, &[1; 6], i)
+            }))
+        }
+        Op::GatedDeltaRuleBack(_) => Not(NO_SECOND_ORDER),
 
         // ---- loss
         Op::CrossEntropy if i == 1 => Not(LABEL),

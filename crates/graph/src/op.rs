@@ -380,6 +380,46 @@ pub enum LoraOperand {
     B,
 }
 
+/// Which operand of [`Op::SsmConv`] a gradient is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum SsmConvOperand {
+    /// The rows `[T, C]`.
+    X,
+    /// The taps `[C, W]`.
+    Weight,
+    /// The entry state `[S, W-1, C]`.
+    State,
+}
+
+/// Which operand of [`Op::SsmConvState`] a gradient is for.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum SsmConvStateOperand {
+    /// The rows `[T, C]`.
+    X,
+    /// The entry state `[S, W-1, C]`.
+    State,
+}
+
+/// Which key head a value head reads where there are fewer key heads.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum KeyHeads {
+    /// Value head `h` reads key head `h / (Hv / Hk)`: each key head serves neighbours, as
+    /// transformers repeats them and llama.cpp does for `qwen3next`.
+    Blocks,
+    /// Value head `h` reads key head `h % Hk`: ggml's `gated_delta_net`, whose converter has
+    /// put the value heads of `qwen35` into that order.
+    Cycle,
+}
+
+/// The attributes of [`Op::GatedDeltaRule`].
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct GatedDeltaAttrs {
+    /// Multiplies what a query reads (usually `1/sqrt(Dk)`).
+    pub scale: Real,
+    /// Which key head a value head reads.
+    pub key_heads: KeyHeads,
+}
+
 /// What a node computes. Ops are pure: no aliasing, no state, no in-place writes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Op {
@@ -665,6 +705,77 @@ pub enum Op {
         wrt: AttentionOperand,
     },
 
+    // ---- recurrences -------------------------------------------------------------------
+    //
+    // All take `seqs` as `Attention` does: `seqs[s] = (first, rows, _)`, the third number is
+    // not read. A sequence begins from its own entry state and reads no other's rows; one of no
+    // rows passes its state through. Rows of no sequence give zeros and receive none.
+    /// `(f x [T, C], f w [C, W], f state [S, W-1, C], i seqs [S, 3]) -> f [T, C]`: causal
+    /// convolution of each channel. With `z` the sequence's `W-1` earlier inputs (its state)
+    /// followed by its rows: `y[p, c] = sum_j w[c, j] * z[p + j, c]`, `p` counted from the
+    /// sequence's first row. ggml's `ssm_conv`, which takes `z` itself; no activation.
+    SsmConv,
+    /// `(f x, f w, f state, i seqs, f dy [T, C]) -> shape of the operand`: gradient of
+    /// [`Op::SsmConv`]. With `dz[m, c] = sum_j w[c, j] * dy[m - j, c]` over the sequence's own
+    /// rows: `State`: `dz[.. W-1]`; `X`: `dz[W-1 ..]`; `Weight`:
+    /// `dw[c, j] = sum over rows of dy[p, c] * z[p + j, c]`, rows ascending, sequences in order.
+    SsmConvBack {
+        /// The operand it is for.
+        wrt: SsmConvOperand,
+    },
+    /// `(f x [T, C], f state [S, W-1, C], i seqs [S, 3]) -> f [S, W-1, C]`: the exit state of
+    /// [`Op::SsmConv`], the last `W-1` inputs of each sequence, its entry state among them.
+    SsmConvState,
+    /// `(f x, f state, i seqs, f dy [S, W-1, C]) -> shape of the operand`: gradient of
+    /// [`Op::SsmConvState`]: each input receives what its copy in the exit state did, or 0.
+    SsmConvStateBack {
+        /// The operand it is for.
+        wrt: SsmConvStateOperand,
+    },
+    /// `(f x [T, H, D], f dt [T, H], f a [H, N] or [H, 1], f b [T, G, N], f c [T, G, N],
+    /// f state [S, H, D, N], i seqs [S, 3]) -> f [T*H*D + S*H*D*N]`: the outputs `[T, H, D]`,
+    /// then the exit states `[S, H, D, N]`.
+    ///
+    /// Selective scan, token by token: `s[h, d, n] = exp(dt[h] * a[h, n]) * s[h, d, n] +
+    /// dt[h] * x[h, d] * b[g, n]`, `y[h, d] = sum_n s[h, d, n] * c[g, n]`, `g = h / (H / G)`.
+    /// Mamba-2 has `a [H, 1]`, one decay per head; Mamba-1 has `H` channels, `D = 1`, `G = 1`.
+    /// ggml's `ssm_scan`, except that ggml applies softplus to `dt` itself: here `dt` is the
+    /// step, and softplus is an op before this one.
+    SsmScan,
+    /// `(f x, f dt, f a, f b, f c, f state, i seqs, f dy as the result of SsmScan) -> f
+    /// [x + dt + S*a + parts*b + parts*c + state]` (sizes of the operands): gradients of
+    /// [`Op::SsmScan`], in that order.
+    ///
+    /// With `ds` the gradient of the state, tokens descending: `ds += dy c`;
+    /// `dc = sum_hd dy s`; `db = sum_hd ds dt x`; `dx = dt sum_n ds b`;
+    /// `e = ds * decay * s_before`; `da = sum e dt`; `ddt = sum e a + x ds b`;
+    /// `ds = decay * ds`. What several tiles add to comes in parts, still to be summed: `da` as
+    /// `[S, H, N or 1]` by sequence; `db` and `dc` as `[parts, T, G, N]`, part `p` summing heads
+    /// `p*r .. (p+1)*r` of each group, `r = ceil(H / G / parts)`.
+    SsmScanBack {
+        /// In how many parts `db` and `dc` come; 1 to `H / G`.
+        parts: usize,
+    },
+    /// `(f q [T, Hk, Dk], f k [T, Hk, Dk], f v [T, Hv, Dv], f g [T, Hv] or [T, Hv, Dk],
+    /// f beta [T, Hv], f state [S, Hv, Dk, Dv], i seqs [S, 3]) -> f [T*Hv*Dv + S*Hv*Dk*Dv]`:
+    /// the outputs `[T, Hv, Dv]`, then the exit states `[S, Hv, Dk, Dv]`.
+    ///
+    /// Gated delta rule, token by token for each value head: `S' = exp(g) * S` (`g` the log
+    /// decay, of the head or of each row of `S`), `u = S'^T k`, `d = beta * (v - u)`,
+    /// `S = S' + k d^T`, `y = scale * S^T q`. Yang et al., "Gated Delta Networks" (2024); with
+    /// `g [T, Hv, Dk]` Kimi Delta Attention (2025).
+    GatedDeltaRule(GatedDeltaAttrs),
+    /// `(f q, f k, f v, f g, f beta, f state, i seqs, f dy as the result of GatedDeltaRule) ->
+    /// f [q + k + v + g + beta + state]` (sizes of the operands): gradients of
+    /// [`Op::GatedDeltaRule`], in that order.
+    ///
+    /// With `dS` the gradient of the state, tokens descending: `dq = scale * S dy`;
+    /// `dS += scale * q dy^T`; `dd = dS^T k`; `dv = beta dd`; `dbeta = dd . (v - u)`;
+    /// `du = -beta dd`; `dk = dS d + S' du`; `dS += k du^T`; `dg = sum dS * S'` (of the head or
+    /// of each row); `dS = exp(g) * dS`. `dq` and `dk` sum over the value heads that share a
+    /// key head.
+    GatedDeltaRuleBack(GatedDeltaAttrs),
+
     // ---- loss --------------------------------------------------------------------------
     /// `(f logits [T, V], i labels [T]) -> f [T]`: `logsumexp(logits) - logits[label]`;
     /// 0 where the label is negative (such a row is never read).
@@ -761,6 +872,14 @@ impl Op {
             Op::Attention(_) => "Attention",
             Op::AttentionStats(_) => "AttentionStats",
             Op::AttentionBack { .. } => "AttentionBack",
+            Op::SsmConv => "SsmConv",
+            Op::SsmConvBack { .. } => "SsmConvBack",
+            Op::SsmConvState => "SsmConvState",
+            Op::SsmConvStateBack { .. } => "SsmConvStateBack",
+            Op::SsmScan => "SsmScan",
+            Op::SsmScanBack { .. } => "SsmScanBack",
+            Op::GatedDeltaRule(_) => "GatedDeltaRule",
+            Op::GatedDeltaRuleBack(_) => "GatedDeltaRuleBack",
             Op::CrossEntropy => "CrossEntropy",
             Op::CrossEntropyBack => "CrossEntropyBack",
         }

@@ -2,6 +2,8 @@
 
 use crate::*;
 
+mod recurrent;
+
 type Operand = (DType, Shape);
 type Rule = std::result::Result<(DType, Shape), String>;
 
@@ -667,6 +669,14 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 AttentionOperand::V => (f, v.1),
             })
         }
+        Op::SsmConv
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvState
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScan
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRule(_)
+        | Op::GatedDeltaRuleBack(_) => recurrent::infer(op, args),
         Op::CrossEntropy => {
             f32s(args, &[0])?;
             i32s(args, &[1])?;

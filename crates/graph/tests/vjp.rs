@@ -287,7 +287,25 @@ fn gradient_ops_have_no_second_order() {
     ];
     let attrs = AttentionAttrs { scale: 0.5.into(), window: None, softcap: None, prefix: false };
     let attention = g.push(Op::Attention(attrs), &[heads, heads, heads, seqs], "attn").unwrap();
-    let all = forward.iter().map(|&y| (y, x)).chain([(attention, heads)]);
+    let taps = f32s(&mut g, "taps", &[32, 1]);
+    let none = f32s(&mut g, "none", &[1, 0, 32]);
+    let gates = f32s(&mut g, "gates", &[3, 1]);
+    let decay = f32s(&mut g, "decay", &[1, 1]);
+    let state = f32s(&mut g, "state", &[1, 1, 32, 32]);
+    let conv = g.ssm_conv(x, taps, none, seqs, "conv").unwrap();
+    let exit = g.ssm_conv_state(x, none, seqs, "exit").unwrap();
+    let scan = [heads, gates, decay, heads, heads, state, seqs];
+    let scan = g.push(Op::SsmScan, &scan, "scan").unwrap();
+    let attrs = GatedDeltaAttrs { scale: 0.5.into(), key_heads: KeyHeads::Cycle };
+    let delta = [heads, heads, heads, gates, gates, state, seqs];
+    let delta = g.push(Op::GatedDeltaRule(attrs), &delta, "delta").unwrap();
+    let all = forward.iter().map(|&y| (y, x)).chain([
+        (attention, heads),
+        (conv, x),
+        (exit, x),
+        (scan, gates),
+        (delta, gates),
+    ]);
     for ((y, x), op) in all.zip([
         "GegluBack",
         "RmsNormBack",
@@ -295,6 +313,10 @@ fn gradient_ops_have_no_second_order() {
         "CrossEntropyBack",
         "MatMul",
         "AttentionStats",
+        "SsmConvBack",
+        "SsmConvStateBack",
+        "SsmScanBack",
+        "GatedDeltaRuleBack",
     ]) {
         let mut g = g.clone();
         let seeded = seed(&mut g, y);

@@ -55,6 +55,73 @@ impl Fuzzer {
         }
     }
 
+    /// A recurrence and operands that fit together.
+    fn recurrence(&mut self) -> (Op, Vec<(DType, Vec<usize>)>) {
+        let f = |dims: &[usize]| (DType::F32, dims.to_vec());
+        let [t, n, width] = [(); 3].map(|()| self.size());
+        let s = self.0.below(4);
+        let seqs = (DType::I32, vec![s, 3]);
+        let (few, many) = self.pick(&[(1, 1), (1, 3), (2, 2), (2, 4), (3, 0)]);
+        match self.0.below(6) {
+            0 => {
+                let taps = self.pick(&[1, 2, 4]);
+                let mut args = vec![f(&[t, n]), f(&[n, taps]), f(&[s, taps - 1, n]), seqs];
+                if self.one_in(2) {
+                    return (Op::SsmConv, args);
+                }
+                args.push(f(&[t, n]));
+                let all = [SsmConvOperand::X, SsmConvOperand::Weight, SsmConvOperand::State];
+                (Op::SsmConvBack { wrt: self.pick(&all) }, args)
+            }
+            1 => {
+                let kept = self.0.below(4);
+                let mut args = vec![f(&[t, n]), f(&[s, kept, n]), seqs];
+                if self.one_in(2) {
+                    return (Op::SsmConvState, args);
+                }
+                args.push(f(&[s, kept, n]));
+                let wrt = self.pick(&[SsmConvStateOperand::X, SsmConvStateOperand::State]);
+                (Op::SsmConvStateBack { wrt }, args)
+            }
+            2 | 3 => {
+                let decays = if self.one_in(2) { 1 } else { n };
+                let mut args = vec![
+                    f(&[t, many, width]),
+                    f(&[t, many]),
+                    f(&[many, decays]),
+                    f(&[t, few, n]),
+                    f(&[t, few, n]),
+                    f(&[s, many, width, n]),
+                    seqs,
+                ];
+                if self.one_in(2) {
+                    return (Op::SsmScan, args);
+                }
+                args.push(f(&[many * width * (t + s * n)]));
+                (Op::SsmScanBack { parts: self.pick(&[1, 2, 3]) }, args)
+            }
+            _ => {
+                let decays = if self.one_in(2) { vec![t, many] } else { vec![t, many, n] };
+                let mut args = vec![
+                    f(&[t, few, n]),
+                    f(&[t, few, n]),
+                    f(&[t, many, width]),
+                    f(&decays),
+                    f(&[t, many]),
+                    f(&[s, many, n, width]),
+                    seqs,
+                ];
+                let key_heads = self.pick(&[KeyHeads::Blocks, KeyHeads::Cycle]);
+                let attrs = GatedDeltaAttrs { scale: self.real(), key_heads };
+                if self.one_in(2) {
+                    return (Op::GatedDeltaRule(attrs), args);
+                }
+                args.push(f(&[many * width * (t + s * n)]));
+                (Op::GatedDeltaRuleBack(attrs), args)
+            }
+        }
+    }
+
     /// An op and operands that often fit together.
     fn call(&mut self) -> (Op, Vec<(DType, Vec<usize>)>) {
         let f = |dims: &[usize]| (DType::F32, dims.to_vec());
@@ -64,8 +131,8 @@ impl Fuzzer {
         let dim = self.0.below(4) as u8;
         let [t, k, n, h] = [(); 4].map(|()| self.size());
         let real = self.real();
-        match self.0.below(39) {
-            38 => {
+        match self.0.below(45) {
+            44 => {
                 let (e, own) = (self.size(), self.one_in(2));
                 let x = vec![t, if own { 2 } else { 1 }, k];
                 let ids = i(&[t, 2]);
@@ -260,6 +327,7 @@ impl Fuzzer {
                 let v = self.pick(&[1, 3, 32]);
                 (Op::CrossEntropyBack, vec![f(&[t, v]), i(&[t]), f(&[t])])
             }
+            38..=43 => self.recurrence(),
             which => {
                 let prefix = self.one_in(2);
                 let attrs = self.attention(prefix);

@@ -13,6 +13,7 @@ mod lora;
 mod loss;
 mod norm;
 mod quantize;
+mod recurrent;
 mod rope;
 mod softmax;
 mod sum;
@@ -114,6 +115,14 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::supports(call)
         }
+        Op::SsmConv
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvState
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScan
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRule(_)
+        | Op::GatedDeltaRuleBack(_) => recurrent::supports(call),
         Op::CrossEntropy | Op::CrossEntropyBack => loss::supports(call),
     }
 }
@@ -132,6 +141,14 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::check(job)
         }
+        Op::SsmConv
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvState
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScan
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRule(_)
+        | Op::GatedDeltaRuleBack(_) => recurrent::check(job),
         Op::CrossEntropy | Op::CrossEntropyBack => loss::check(job),
         _ => Ok(()),
     }
@@ -172,6 +189,14 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::tiles(job)
         }
+        Op::SsmConv
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvState
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScan
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRule(_)
+        | Op::GatedDeltaRuleBack(_) => recurrent::tiles(job),
         Op::CrossEntropy => loss::tiles(job),
         Op::CrossEntropyBack => row_tiles(job).count,
     }
@@ -216,6 +241,14 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::run_tile(job, tile, scratch);
         }
+        Op::SsmConv
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvState
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScan
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRule(_)
+        | Op::GatedDeltaRuleBack(_) => recurrent::run_tile(job, tile, scratch),
         Op::CrossEntropy | Op::CrossEntropyBack => loss::run_tile(job, tile),
     }
 }

@@ -40,6 +40,10 @@ fn random_op(rng: &mut Rng) -> Op {
         softcap: if rng.chance(80) { None } else { Some(real(rng)) },
         prefix: rng.chance(40),
     };
+    let delta = |rng: &mut Rng| GatedDeltaAttrs {
+        scale: if rng.chance(80) { 0.5.into() } else { real(rng) },
+        key_heads: rng.pick(&[KeyHeads::Blocks, KeyHeads::Cycle]),
+    };
     let shape = |rng: &mut Rng| loop {
         if let Ok(shape) = Shape::new(&random_dims(rng)) {
             return shape;
@@ -55,9 +59,9 @@ fn random_op(rng: &mut Rng) -> Op {
         max_bias: if rng.chance(50) { 0.0.into() } else { real(rng) },
         sinks: rng.chance(50),
     };
-    match rng.below(44) {
-        42 => Op::MatMulExperts { tb: rng.chance(50) },
-        43 => Op::ExpertOuter { experts: random_number(rng) },
+    match rng.below(52) {
+        50 => Op::MatMulExperts { tb: rng.chance(50) },
+        51 => Op::ExpertOuter { experts: random_number(rng) },
         31 => Op::Clamp { min: real(rng), max: real(rng) },
         32 => Op::ClampBack { min: real(rng), max: real(rng) },
         33 => Op::Fill { value: real(rng), shape: shape(rng) },
@@ -123,7 +127,19 @@ fn random_op(rng: &mut Rng) -> Op {
             wrt: rng.pick(&[AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V]),
         },
         29 => Op::CrossEntropy,
-        _ => Op::CrossEntropyBack,
+        30 => Op::CrossEntropyBack,
+        42 => Op::SsmConv,
+        43 => Op::SsmConvBack {
+            wrt: rng.pick(&[SsmConvOperand::X, SsmConvOperand::Weight, SsmConvOperand::State]),
+        },
+        44 => Op::SsmConvState,
+        45 => Op::SsmConvStateBack {
+            wrt: rng.pick(&[SsmConvStateOperand::X, SsmConvStateOperand::State]),
+        },
+        46 => Op::SsmScan,
+        47 => Op::SsmScanBack { parts: rng.pick(&[0, 1, 1, 2, usize::MAX]) },
+        48 => Op::GatedDeltaRule(delta(rng)),
+        _ => Op::GatedDeltaRuleBack(delta(rng)),
     }
 }
 
@@ -225,8 +241,12 @@ fn random_ops_on_random_operands_never_panic() {
             let usual = match number(&op) {
                 1 | 4 | 12 | 17..=19 | 22 | 23 | 29 => 2,
                 5 | 20 | 27 | 30 => 3,
-                25 => 5,
+                25 | 43 => 5,
                 24 => 6,
+                44 => 3,
+                42 | 45 => 4,
+                46 | 48 => 7,
+                47 | 49 => 8,
                 26 => rng.pick(&[4, 7]),
                 28 => rng.pick(&[7, 10]),
                 _ => 1,

@@ -1,6 +1,9 @@
 //! The table: per op, operands that are taken with what comes of them, and operands that are
 //! refused with the words they are refused in.
 
+#[path = "recurrent.rs"]
+mod recurrent;
+
 use gguf::TensorType;
 use gradus_graph::*;
 
@@ -976,6 +979,7 @@ pub fn table() -> Vec<Case> {
         norms_and_rope(),
         products(),
         attention(),
+        recurrent::cases(),
         losses(),
     ]
     .into_iter()

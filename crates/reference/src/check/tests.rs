@@ -51,6 +51,19 @@ fn cases_are_many() {
 }
 
 #[test]
+fn recurrences_have_many_cases() {
+    let least = [("SsmConv", 24), ("SsmConvState", 24), ("SsmScan", 24), ("GatedDeltaRule", 60)];
+    for (op, least) in least {
+        let report = check_all(Some(&Reference), 5, Some(op));
+        assert!(report.passed(), "{report}");
+        let report = report.ops.iter().find(|r| r.op == op).unwrap();
+        let cases = report.rule.as_ref().unwrap().cases;
+        assert!(cases >= least, "{op} has {cases} cases");
+        println!("{op} has {cases} cases, {} graphs", report.device.as_ref().unwrap().cases);
+    }
+}
+
+#[test]
 fn names_are_those_of_the_ops() {
     for op in op_names() {
         for case in cases(op) {

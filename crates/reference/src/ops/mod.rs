@@ -8,6 +8,7 @@ mod layout;
 mod loss;
 mod norm;
 mod product;
+mod recurrent;
 mod rounding;
 mod softmax;
 
@@ -159,6 +160,14 @@ pub(crate) fn compute(
         Op::Attention(attrs) => attention::forward(operands, attrs, shape),
         Op::AttentionStats(attrs) => attention::stats(operands, attrs, shape),
         Op::AttentionBack { attrs, wrt } => attention::back(operands, attrs, *wrt, shape),
+        Op::SsmConv => recurrent::conv(operands, shape),
+        Op::SsmConvBack { wrt } => recurrent::conv_back(operands, *wrt, shape),
+        Op::SsmConvState => recurrent::conv_state(operands, shape),
+        Op::SsmConvStateBack { wrt } => recurrent::conv_state_back(operands, *wrt, shape),
+        Op::SsmScan => recurrent::scan(operands, shape),
+        Op::SsmScanBack { parts } => recurrent::scan_back(operands, *parts, shape),
+        Op::GatedDeltaRule(attrs) => recurrent::delta(operands, attrs, shape),
+        Op::GatedDeltaRuleBack(attrs) => recurrent::delta_back(operands, attrs, shape),
         Op::CrossEntropy => loss::cross_entropy(operands),
         Op::CrossEntropyBack => loss::cross_entropy_back(operands),
     }

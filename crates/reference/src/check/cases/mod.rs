@@ -8,6 +8,7 @@ mod layout;
 mod loss;
 mod norm;
 mod product;
+mod recurrent;
 mod rounding;
 mod softmax;
 
@@ -122,6 +123,14 @@ ops! {
     Op::Attention(_) => "Attention", attention::attention;
     Op::AttentionStats(_) => "AttentionStats", attention::stats;
     Op::AttentionBack { .. } => "AttentionBack", attention::back;
+    Op::SsmConv => "SsmConv", recurrent::conv;
+    Op::SsmConvBack { .. } => "SsmConvBack", recurrent::conv_back;
+    Op::SsmConvState => "SsmConvState", recurrent::conv_state;
+    Op::SsmConvStateBack { .. } => "SsmConvStateBack", recurrent::conv_state_back;
+    Op::SsmScan => "SsmScan", recurrent::scan;
+    Op::SsmScanBack { .. } => "SsmScanBack", recurrent::scan_back;
+    Op::GatedDeltaRule(_) => "GatedDeltaRule", recurrent::delta;
+    Op::GatedDeltaRuleBack(_) => "GatedDeltaRuleBack", recurrent::delta_back;
     Op::CrossEntropy => "CrossEntropy", loss::cross_entropy;
     Op::CrossEntropyBack => "CrossEntropyBack", loss::cross_entropy_back;
 }

@@ -1,0 +1,241 @@
+//! The gradients of the gated delta rule. A tile has a sequence and a key head, and takes the
+//! value heads that read it one after the other, 16 columns of the state at a time: sums over
+//! columns and heads are chains in that order.
+
+use graph::{GatedDeltaAttrs, Op};
+
+use super::delta::Operands;
+use super::{Sequence, add_first, reduce_rows, rows_of_none, segments, sequence, sum4, zero};
+use crate::job::{Job, Scratch};
+use crate::simd::{LANES, Simd, Task};
+
+/// Floats of scratch for 16 columns: the states of one segment, those at the segments' starts,
+/// the gradient of the state, a row's decays, and `v - u` and `d` of a segment's rows.
+pub(super) fn buffers(rows: usize, keys: usize) -> [usize; 5] {
+    let (length, count) = segments(rows);
+    let state = keys * LANES;
+    [(length + 1) * state, count * state, state, keys, 2 * length * LANES]
+}
+
+/// Sequences by key heads; one more for the rows of no sequence.
+pub(super) fn tiles(job: &Job<'_>) -> usize {
+    let Op::GatedDeltaRuleBack(attrs) = job.op else { return 0 };
+    let o = Operands::new(job, attrs);
+    o.sequences * o.key_heads + 1
+}
+
+pub(super) fn run_tile(
+    job: &Job<'_>,
+    attrs: &GatedDeltaAttrs,
+    tile: usize,
+    mut scratch: Scratch<'_>,
+) {
+    let o = Operands::new(job, attrs);
+    let [states, starts, ds, decays, updates] =
+        buffers(o.rows, o.keys).map(|n| scratch.take(n).as_mut_ptr());
+    let scratch = Buffers { states, starts, ds, decays, updates };
+    job.isa.run(Back { o, dy: job.input(7).ptr(), to: Gradients::new(job, &o), tile, scratch });
+}
+
+#[derive(Copy, Clone)]
+struct Buffers {
+    states: *mut f32,
+    starts: *mut f32,
+    ds: *mut f32,
+    decays: *mut f32,
+    updates: *mut f32,
+}
+
+/// Where the gradients of the operands are.
+#[derive(Copy, Clone)]
+struct Gradients {
+    q: *mut f32,
+    k: *mut f32,
+    v: *mut f32,
+    g: *mut f32,
+    beta: *mut f32,
+    state: *mut f32,
+}
+
+impl Gradients {
+    fn new(job: &Job<'_>, o: &Operands<'_>) -> Gradients {
+        let q = job.out::<f32>();
+        let size = |i: usize| job.input(i).arg.shape.elements();
+        let k = q.wrapping_add(size(0));
+        let v = k.wrapping_add(size(1));
+        let g = v.wrapping_add(o.outputs());
+        let beta = g.wrapping_add(size(3));
+        Gradients { q, k, v, g, beta, state: beta.wrapping_add(size(4)) }
+    }
+}
+
+struct Back<'a> {
+    o: Operands<'a>,
+    /// Of the outputs, then of the exit states.
+    dy: *const f32,
+    to: Gradients,
+    tile: usize,
+    scratch: Buffers,
+}
+
+impl Task for Back<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (o, to) = (&self.o, self.to);
+        let gates = if o.rows_decay { o.keys } else { 1 };
+        if self.tile == o.sequences * o.key_heads {
+            let widths = [
+                (to.q, o.key_heads * o.keys),
+                (to.k, o.key_heads * o.keys),
+                (to.v, o.heads * o.width),
+                (to.g, o.heads * gates),
+                (to.beta, o.heads),
+            ];
+            // SAFETY: gradients of rows of no sequence are this tile's.
+            return rows_of_none(o.seqs, o.rows, |rows| unsafe {
+                for (to, width) in widths {
+                    zero(to.add(rows.start * width), rows.len() * width);
+                }
+            });
+        }
+        let sequence = sequence(o.seqs, self.tile / o.key_heads);
+        let key_head = self.tile % o.key_heads;
+        let shared = o.heads / o.key_heads;
+        // SAFETY: the sequence's gradients of this key head and of the value heads that read it
+        // are this tile's.
+        unsafe {
+            for row in sequence.range() {
+                zero(to.q.add((row * o.key_heads + key_head) * o.keys), o.keys);
+                zero(to.k.add((row * o.key_heads + key_head) * o.keys), o.keys);
+                for head in (0..shared).map(|i| o.value_head(key_head, i)) {
+                    zero(to.g.add((row * o.heads + head) * gates), gates);
+                    *to.beta.add(row * o.heads + head) = 0.0;
+                }
+            }
+        }
+        for head in (0..shared).map(|i| o.value_head(key_head, i)) {
+            for column in (0..o.width).step_by(LANES) {
+                // SAFETY: as above; scratch is as large as `buffers` says.
+                unsafe { self.columns(s, sequence, head, column) };
+            }
+        }
+    }
+}
+
+impl Back<'_> {
+    /// Takes 16 columns of a head through a sequence.
+    ///
+    /// # Safety
+    /// The gradients must be the tile's, and scratch large enough.
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(&self, s: S, sequence: Sequence, head: usize, column: usize) {
+        let (o, b) = (&self.o, self.scratch);
+        let (length, size) = (segments(o.rows).0, o.keys * LANES);
+        let first = sequence.first;
+        let at = o.state_at(sequence.index, head, column);
+        let count = sequence.rows.div_ceil(length);
+        // SAFETY: the caller's; a sequence has no more segments than all rows have.
+        unsafe {
+            o.load(s, o.state.add(at), column, b.starts);
+            for p in 0..count.saturating_sub(1) * length {
+                // The state of a segment is advanced in the place of the next one's.
+                let next = b.starts.add((p / length + 1) * size);
+                let from = if p % length == 0 { b.starts.add(p / length * size) } else { next };
+                o.decays(s, first + p, head, b.decays);
+                o.step(s, (first + p, head, column), b.decays, from, next);
+            }
+            o.load(s, self.dy.add(o.outputs() + at), column, b.ds);
+            for segment in (0..count).rev() {
+                let begin = segment * length;
+                let rows = (sequence.rows - begin).min(length);
+                let start = b.starts.add(segment * size);
+                std::ptr::copy_nonoverlapping(start.cast_const(), b.states, size);
+                for p in 0..rows {
+                    let row = first + begin + p;
+                    o.decays(s, row, head, b.decays);
+                    let (from, to) = (b.states.add(p * size), b.states.add((p + 1) * size));
+                    let (off, d) = o.step(s, (row, head, column), b.decays, from, to);
+                    s.store(b.updates.add(2 * p * LANES), off);
+                    s.store(b.updates.add((2 * p + 1) * LANES), d);
+                }
+                for p in (0..rows).rev() {
+                    self.descend(s, (first + begin + p, head, column), p);
+                }
+            }
+            o.save(s, b.ds, column, self.to.state.add(at));
+        }
+    }
+
+    /// Takes the gradient of the state back over row `p` of the segment whose states are in
+    /// scratch, and adds up what it gives.
+    ///
+    /// # Safety
+    /// As [`Back::columns`].
+    #[inline(always)]
+    unsafe fn descend<S: Simd>(&self, s: S, (row, head, column): (usize, usize, usize), p: usize) {
+        let (o, b, to) = (&self.o, self.scratch, self.to);
+        let size = o.keys * LANES;
+        let key_head = o.key_head(head);
+        let n = o.width - column;
+        // SAFETY: the caller's.
+        unsafe {
+            let (before, after) = (b.states.add(p * size), b.states.add((p + 1) * size));
+            let off = s.load(b.updates.add(2 * p * LANES));
+            let d = s.load(b.updates.add((2 * p + 1) * LANES));
+            o.decays(s, row, head, b.decays);
+            let (q, k) = (o.q.at(row, key_head), o.k.at(row, key_head));
+            let to_q = to.q.add((row * o.key_heads + key_head) * o.keys);
+            let to_k = to.k.add((row * o.key_heads + key_head) * o.keys);
+            let value = (row * o.heads + head) * o.width + column;
+            let dy = s.mul(s.splat(o.scale), s.load_first(self.dy.add(value), n));
+
+            // dq = S dy; dS += q dy^T; dd = dS^T k
+            let mut dd = [s.zero(); 4];
+            for i in (0..o.keys).step_by(LANES) {
+                let mut products = [s.zero(); LANES];
+                let m = (o.keys - i).min(LANES);
+                for (r, product) in products.iter_mut().take(m).enumerate() {
+                    let at = LANES * (i + r);
+                    *product = s.mul(s.load(after.add(at)), dy);
+                    let ds = s.fma(s.splat(*q.add(i + r)), dy, s.load(b.ds.add(at)));
+                    s.store(b.ds.add(at), ds);
+                    dd[r % 4] = s.fma(s.splat(*k.add(i + r)), ds, dd[r % 4]);
+                }
+                add_first(s, to_q.add(i), reduce_rows(s, &mut products), m);
+            }
+            let dd = sum4(s, dd);
+            let beta = s.splat(o.beta.get(row, head));
+            s.store_first(to.v.add(value), s.mul(beta, dd), n);
+            *to.beta.add(row * o.heads + head) += s.reduce_sum(s.mul(dd, off));
+            let du = s.neg(s.mul(beta, dd));
+
+            // dk = dS d + S' du; dS += k du^T; dg = dS * S'; dS = decay * dS
+            let mut all = s.zero();
+            for i in (0..o.keys).step_by(LANES) {
+                let (mut of_k, mut of_g) = ([s.zero(); LANES], [s.zero(); LANES]);
+                let m = (o.keys - i).min(LANES);
+                for r in 0..m {
+                    let at = LANES * (i + r);
+                    let decay = s.splat(*b.decays.add(i + r));
+                    let decayed = s.mul(decay, s.load(before.add(at)));
+                    let ds = s.load(b.ds.add(at));
+                    of_k[r] = s.fma(ds, d, s.mul(decayed, du));
+                    let ds = s.fma(s.splat(*k.add(i + r)), du, ds);
+                    of_g[r] = s.mul(ds, decayed);
+                    all = s.add(all, of_g[r]);
+                    s.store(b.ds.add(at), s.mul(decay, ds));
+                }
+                add_first(s, to_k.add(i), reduce_rows(s, &mut of_k), m);
+                if o.rows_decay {
+                    let to_g = to.g.add((row * o.heads + head) * o.keys + i);
+                    add_first(s, to_g, reduce_rows(s, &mut of_g), m);
+                }
+            }
+            if !o.rows_decay {
+                *to.g.add(row * o.heads + head) += s.reduce_sum(all);
+            }
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The gradients of the selective scan. A tile has a sequence and some heads of a group, whose
+//! channels it takes through the tokens 16 at a time: sums over channels are chains in order, and
+//! what the tiles of other heads and sequences add is a part of the result of its own.
+
+use std::ops::Range;
+
+use graph::Op;
+
+use super::scan::{Channels, Operands};
+use super::{Sequence, add_first, reduce_rows, rows_of_none, segments, sequence, zero};
+use crate::job::{Job, Scratch, padded};
+use crate::simd::{LANES, Simd, Task};
+
+/// Floats of scratch for 16 channels: the states of one segment, those at the segments' starts,
+/// the gradient of the state, and the gradients of the heads' `a`.
+pub(super) fn buffers(rows: usize, states: usize) -> [usize; 4] {
+    let ((length, count), state) = (segments(rows), LANES * padded(states));
+    [(length + 1) * state, count * state, state, state]
+}
+
+/// The heads of a tile: run `part` of a group.
+fn heads(o: &Operands<'_>, parts: usize, group: usize, part: usize) -> Range<usize> {
+    let of_group = o.heads / o.groups;
+    let run = of_group.div_ceil(parts).max(1);
+    let (start, end) = ((part * run).min(of_group), ((part + 1) * run).min(of_group));
+    group * of_group + start..group * of_group + end
+}
+
+/// Sequences by groups by parts; one more for the rows of no sequence.
+pub(super) fn tiles(job: &Job<'_>, parts: usize) -> usize {
+    let Op::SsmScanBack { .. } = job.op else { return 0 };
+    let o = Operands::new(job);
+    o.sequences * o.groups * parts + 1
+}
+
+pub(super) fn run_tile(job: &Job<'_>, parts: usize, tile: usize, mut scratch: Scratch<'_>) {
+    let o = Operands::new(job);
+    let [states, starts, ds, da] = buffers(o.rows, o.states).map(|n| scratch.take(n).as_mut_ptr());
+    let scratch = Buffers { states, starts, ds, da };
+    let to = Gradients::new(job, &o, parts);
+    job.isa.run(Back { o, dy: job.input(7).ptr(), to, parts, tile, scratch });
+}
+
+#[derive(Copy, Clone)]
+struct Buffers {
+    states: *mut f32,
+    starts: *mut f32,
+    ds: *mut f32,
+    da: *mut f32,
+}
+
+/// Where the gradients of the operands are.
+#[derive(Copy, Clone)]
+struct Gradients {
+    x: *mut f32,
+    dt: *mut f32,
+    a: *mut f32,
+    b: *mut f32,
+    c: *mut f32,
+    state: *mut f32,
+}
+
+impl Gradients {
+    fn new(job: &Job<'_>, o: &Operands<'_>, parts: usize) -> Gradients {
+        let x = job.out::<f32>();
+        let shared = parts * o.rows * o.groups * o.states;
+        let dt = x.wrapping_add(o.outputs());
+        let a = dt.wrapping_add(o.rows * o.heads);
+        let b = a.wrapping_add(o.sequences * o.heads * o.decays);
+        let c = b.wrapping_add(shared);
+        Gradients { x, dt, a, b, c, state: c.wrapping_add(shared) }
+    }
+}
+
+struct Back<'a> {
+    o: Operands<'a>,
+    /// Of the outputs, then of the exit states.
+    dy: *const f32,
+    to: Gradients,
+    parts: usize,
+    tile: usize,
+    scratch: Buffers,
+}
+
+impl Task for Back<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (o, to) = (&self.o, self.to);
+        let per_row = o.groups * o.states;
+        if self.tile == o.sequences * o.groups * self.parts {
+            // SAFETY: gradients of rows of no sequence are this tile's.
+            return rows_of_none(o.seqs, o.rows, |rows| unsafe {
+                zero(to.x.add(rows.start * o.channels()), rows.len() * o.channels());
+                zero(to.dt.add(rows.start * o.heads), rows.len() * o.heads);
+                for part in 0..self.parts {
+                    let start = (part * o.rows + rows.start) * per_row;
+                    zero(to.b.add(start), rows.len() * per_row);
+                    zero(to.c.add(start), rows.len() * per_row);
+                }
+            });
+        }
+        let (place, part) = (self.tile / self.parts, self.tile % self.parts);
+        let (sequence, group) = (sequence(o.seqs, place / o.groups), place % o.groups);
+        let heads = heads(o, self.parts, group, part);
+        let channels = heads.start * o.width..heads.end * o.width;
+        let shared = (part * o.rows * o.groups + group) * o.states;
+        // SAFETY: the sequence's gradients of these heads, and this part of its gradients of
+        // the group, are this tile's. Scratch is as large as `buffers` says.
+        unsafe {
+            for row in sequence.range() {
+                zero(to.b.add(shared + row * per_row), o.states);
+                zero(to.c.add(shared + row * per_row), o.states);
+                zero(to.dt.add(row * o.heads + heads.start), heads.len());
+            }
+            let decays = (sequence.index * o.heads + heads.start) * o.decays;
+            zero(to.a.add(decays), heads.len() * o.decays);
+            for first in channels.clone().step_by(LANES) {
+                self.channels(s, sequence, &Channels::new(o, first, channels.end), shared);
+            }
+        }
+    }
+}
+
+impl Back<'_> {
+    /// Takes up to 16 channels through a sequence. `shared` is where the gradients of `b` and
+    /// `c` of the part and group begin.
+    ///
+    /// # Safety
+    /// The gradients must be the tile's, and scratch large enough.
+    #[inline(always)]
+    unsafe fn channels<S: Simd>(
+        &self,
+        s: S,
+        sequence: Sequence,
+        channels: &Channels,
+        shared: usize,
+    ) {
+        let (o, b) = (&self.o, self.scratch);
+        let (length, size) = (segments(o.rows).0, LANES * o.stride());
+        let count = channels.count;
+        let at = o.state_at(sequence.index, channels.first);
+        let segments = sequence.rows.div_ceil(length);
+        let heads = channels.heads[0]..channels.heads[count - 1] + 1;
+        // SAFETY: the caller's; a sequence has no more segments than all rows have, and 16
+        // channels no more than 16 heads.
+        unsafe {
+            zero(b.da, heads.len() * o.stride());
+            o.load(s, o.state.add(at), count, b.starts);
+            for p in 0..segments.saturating_sub(1) * length {
+                // The state of a segment is advanced in the place of the next one's.
+                let next = b.starts.add((p / length + 1) * size);
+                let from = if p % length == 0 { b.starts.add(p / length * size) } else { next };
+                let row = sequence.first + p;
+                o.step(s, row, channels, (from, next), false);
+            }
+            o.load(s, self.dy.add(o.outputs() + at), count, b.ds);
+            for segment in (0..segments).rev() {
+                let begin = segment * length;
+                let rows = (sequence.rows - begin).min(length);
+                let start = b.starts.add(segment * size).cast_const();
+                std::ptr::copy_nonoverlapping(start, b.states, count * o.stride());
+                for p in 0..rows {
+                    let (from, to) = (b.states.add(p * size), b.states.add((p + 1) * size));
+                    let row = sequence.first + begin + p;
+                    o.step(s, row, channels, (from, to), false);
+                }
+                for p in (0..rows).rev() {
+                    self.descend(s, sequence.first + begin + p, channels, shared, p);
+                }
+            }
+            o.save(s, b.ds, count, self.to.state.add(at));
+            for (i, head) in heads.enumerate() {
+                let from = b.da.add(i * o.stride());
+                let to = self.to.a.add((sequence.index * o.heads + head) * o.decays);
+                let mut all = s.zero();
+                for n in (0..o.states).step_by(LANES) {
+                    all = s.add(all, s.load(from.add(n)));
+                    if o.decays > 1 {
+                        add_first(s, to.add(n), s.load(from.add(n)), o.states - n);
+                    }
+                }
+                if o.decays == 1 {
+                    *to += s.reduce_sum(all);
+                }
+            }
+        }
+    }
+
+    /// Takes the gradients of the states back over row `p` of the segment whose states are in
+    /// scratch, and adds up what they give.
+    ///
+    /// # Safety
+    /// As [`Back::channels`].
+    #[inline(always)]
+    unsafe fn descend<S: Simd>(
+        &self,
+        s: S,
+        row: usize,
+        channels: &Channels,
+        shared: usize,
+        p: usize,
+    ) {
+        let (o, scratch, to) = (&self.o, self.scratch, self.to);
+        let size = LANES * o.stride();
+        let shared = shared + row * o.groups * o.states;
+        let out = row * o.channels() + channels.first;
+        let (mut of_x, mut of_dt) = ([s.zero(); LANES], [s.zero(); LANES]);
+        // SAFETY: the caller's; there are as many lanes as channels.
+        unsafe {
+            let gates = channels.gates(o, row);
+            let (b, c) = (o.b.at(row, channels.group()), o.c.at(row, channels.group()));
+            for n in (0..o.states).step_by(LANES) {
+                let m = o.states - n;
+                let (b, c) = (s.load_first(b.add(n), m), s.load_first(c.add(n), m));
+                let (mut db, mut dc) = (s.zero(), s.zero());
+                let mut last = usize::MAX;
+                let (mut a, mut decay) = (s.zero(), s.zero());
+                for r in 0..channels.count {
+                    let head = channels.heads[r];
+                    let dt = s.splat(gates.dt[r]);
+                    if head != last {
+                        a = o.a(s, head, n);
+                        decay = s.exp(s.mul(dt, a));
+                        last = head;
+                    }
+                    let at = r * o.stride() + n;
+                    let (before, after) = (p * size + at, (p + 1) * size + at);
+                    let dy = s.splat(*self.dy.add(out + r));
+                    let ds = s.fma(dy, c, s.load(scratch.ds.add(at)));
+                    dc = s.fma(dy, s.load(scratch.states.add(after)), dc);
+                    db = s.fma(s.splat(gates.dt[r] * gates.x[r]), ds, db);
+                    of_x[r] = s.fma(ds, b, of_x[r]);
+                    let ds = s.mul(decay, ds);
+                    let e = s.mul(ds, s.load(scratch.states.add(before)));
+                    of_dt[r] = s.fma(e, a, of_dt[r]);
+                    let da = scratch.da.add((head - channels.heads[0]) * o.stride() + n);
+                    s.store(da, s.fma(dt, e, s.load(da)));
+                    s.store(scratch.ds.add(at), ds);
+                }
+                add_first(s, to.b.add(shared + n), db, m);
+                add_first(s, to.c.add(shared + n), dc, m);
+            }
+            let (mut of_x_sums, mut of_dt_sums) = ([0.0; LANES], [0.0; LANES]);
+            s.store(of_x_sums.as_mut_ptr(), reduce_rows(s, &mut of_x));
+            s.store(of_dt_sums.as_mut_ptr(), reduce_rows(s, &mut of_dt));
+            for r in 0..channels.count {
+                *to.x.add(out + r) = gates.dt[r] * of_x_sums[r];
+                *to.dt.add(row * o.heads + channels.heads[r]) +=
+                    of_dt_sums[r] + gates.x[r] * of_x_sums[r];
+            }
+        }
+    }
+}
