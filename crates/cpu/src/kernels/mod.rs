@@ -113,7 +113,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::supports(call)
         }
-        Op::CrossEntropy | Op::CrossEntropyBack => loss::supports(call),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => loss::supports(call),
     }
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::check(job)
         }
-        Op::CrossEntropy | Op::CrossEntropyBack => loss::check(job),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => loss::check(job),
         _ => Ok(()),
     }
 }
@@ -169,8 +169,8 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::tiles(job)
         }
-        Op::CrossEntropy => loss::tiles(job),
-        Op::CrossEntropyBack => row_tiles(job).count,
+        Op::CrossEntropy(_) => loss::tiles(job),
+        Op::CrossEntropyBack(_) => row_tiles(job).count,
     }
 }
 
@@ -210,7 +210,7 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::run_tile(job, tile, scratch);
         }
-        Op::CrossEntropy | Op::CrossEntropyBack => loss::run_tile(job, tile),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => loss::run_tile(job, tile),
     }
 }
 

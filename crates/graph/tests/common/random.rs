@@ -224,7 +224,7 @@ impl Maker {
             22 => {
                 let x = self.with_rank(x, 2);
                 let labels = self.leaf(&[self.dims(x)[0]], DType::I32);
-                self.graph.push(Op::CrossEntropy, &[x, labels], &name)
+                self.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x, labels], &name)
             }
             _ => self.graph.add(x, x),
         }
@@ -284,7 +284,7 @@ impl Maker {
             self.leaves.truncate(self.leaves.len() - 2);
             args.push(self.leaf(&[2, 2], DType::I32));
         }
-        let attrs = AttentionAttrs { scale: 0.5.into(), window: None, softcap: None, prefix };
+        let attrs = AttentionAttrs { prefix, ..AttentionAttrs::new(0.5) };
         self.graph.push(Op::Attention(attrs), &args, name)
     }
 }

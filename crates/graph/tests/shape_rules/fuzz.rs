@@ -37,8 +37,16 @@ fn random_op(rng: &mut Rng) -> Op {
     let attrs = |rng: &mut Rng| AttentionAttrs {
         scale: if rng.chance(80) { 0.5.into() } else { real(rng) },
         window: if rng.chance(80) { None } else { Some(rng.next() as u32 % 3) },
+        chunk: if rng.chance(80) { None } else { Some(rng.next() as u32 % 3) },
         softcap: if rng.chance(80) { None } else { Some(real(rng)) },
+        alibi: if rng.chance(80) { None } else { Some(real(rng)) },
+        sinks: rng.chance(20),
         prefix: rng.chance(40),
+    };
+    let loss = |rng: &mut Rng| CrossEntropyAttrs {
+        scale: if rng.chance(80) { 1.0.into() } else { real(rng) },
+        softcap: if rng.chance(80) { None } else { Some(real(rng)) },
+        weighted: rng.chance(40),
     };
     let shape = |rng: &mut Rng| loop {
         if let Ok(shape) = Shape::new(&random_dims(rng)) {
@@ -118,10 +126,17 @@ fn random_op(rng: &mut Rng) -> Op {
         27 => Op::AttentionStats(attrs(rng)),
         28 => Op::AttentionBack {
             attrs: attrs(rng),
-            wrt: rng.pick(&[AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V]),
+            wrt: rng.pick(&[
+                AttentionOperand::Q,
+                AttentionOperand::K,
+                AttentionOperand::V,
+                AttentionOperand::Sinks,
+                AttentionOperand::KPages,
+                AttentionOperand::VPages,
+            ]),
         },
-        29 => Op::CrossEntropy,
-        _ => Op::CrossEntropyBack,
+        29 => Op::CrossEntropy(loss(rng)),
+        _ => Op::CrossEntropyBack(loss(rng)),
     }
 }
 

@@ -153,7 +153,7 @@ pub(crate) fn compute(
         Op::Attention(attrs) => attention::forward(operands, attrs, shape),
         Op::AttentionStats(attrs) => attention::stats(operands, attrs, shape),
         Op::AttentionBack { attrs, wrt } => attention::back(operands, attrs, *wrt, shape),
-        Op::CrossEntropy => loss::cross_entropy(operands),
-        Op::CrossEntropyBack => loss::cross_entropy_back(operands),
+        Op::CrossEntropy(attrs) => loss::cross_entropy(operands, attrs),
+        Op::CrossEntropyBack(attrs) => loss::cross_entropy_back(operands, attrs),
     }
 }

@@ -161,8 +161,7 @@ impl Built {
 }
 
 fn setups() -> Vec<Setup> {
-    let attrs =
-        AttentionAttrs { scale: Real::new(0.25), window: None, softcap: None, prefix: true };
+    let attrs = AttentionAttrs { prefix: true, ..AttentionAttrs::new(0.25) };
     let f32 = DType::F32;
     let plain = Setup { heads: 4, key_heads: 2, width: 32, value_width: 64, attrs, cache: f32 };
     let mut all = vec![Setup {

@@ -119,8 +119,8 @@ ops! {
     Op::Attention(_) => "Attention", attention::attention;
     Op::AttentionStats(_) => "AttentionStats", attention::stats;
     Op::AttentionBack { .. } => "AttentionBack", attention::back;
-    Op::CrossEntropy => "CrossEntropy", loss::cross_entropy;
-    Op::CrossEntropyBack => "CrossEntropyBack", loss::cross_entropy_back;
+    Op::CrossEntropy(_) => "CrossEntropy", loss::cross_entropy;
+    Op::CrossEntropyBack(_) => "CrossEntropyBack", loss::cross_entropy_back;
 }
 
 /// The names of all ops, in the order of [`Op`].
