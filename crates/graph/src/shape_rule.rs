@@ -649,8 +649,8 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 }
                 AttentionOperand::KPages | AttentionOperand::VPages => {
                     want(attrs.prefix, || "the gradient of pages without pages".into())?;
-                    let at = usize::from(attrs.sinks)
-                        + usize::from(*wrt == AttentionOperand::VPages);
+                    let at =
+                        usize::from(attrs.sinks) + usize::from(*wrt == AttentionOperand::VPages);
                     let pages = prefix.get(at).ok_or("a cached prefix is missing")?;
                     (f, pages.1)
                 }

@@ -407,10 +407,21 @@ fn cross_entropy() {
     close(&back, &[3, 2], &[-1.5, 1.5, 0.0, 0.0, 0.0, 0.0]);
     // A row that sends nothing back is exactly zero, whatever its logits.
     let bad = f(&[1, 2], &[nan, f64::INFINITY]);
-    let back = run(Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN), &[bad.clone(), i(&[1], &[0]), f(&[1], &[0.0])]);
+    let back = run(
+        Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN),
+        &[bad.clone(), i(&[1], &[0]), f(&[1], &[0.0])],
+    );
     assert_eq!(back.as_floats(), Some(&[0.0, 0.0][..]));
-    outside(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[bad.clone(), i(&[1], &[2])], "label 2 is outside of 0..2");
-    outside(Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN), &[bad, i(&[1], &[2]), f(&[1], &[1.0])], "label 2");
+    outside(
+        Op::CrossEntropy(CrossEntropyAttrs::PLAIN),
+        &[bad.clone(), i(&[1], &[2])],
+        "label 2 is outside of 0..2",
+    );
+    outside(
+        Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN),
+        &[bad, i(&[1], &[2]), f(&[1], &[1.0])],
+        "label 2",
+    );
 }
 
 #[test]

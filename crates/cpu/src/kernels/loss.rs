@@ -8,6 +8,10 @@ use super::{Support, TILE_ELEMENTS, Tiles, dense, rows};
 use crate::job::Job;
 use crate::simd::{LANES, Simd, Task};
 
+#[cfg(test)]
+#[path = "loss_tests.rs"]
+mod tests;
+
 /// Rows of logits; dense labels, cotangents and weights.
 pub(super) fn supports(call: &Call<'_>) -> Support {
     rows(call, 0)?;

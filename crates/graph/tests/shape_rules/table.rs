@@ -901,10 +901,7 @@ fn attention() -> Vec<Case> {
         case(
             Op::AttentionStats(AttentionAttrs { sinks: true, ..plain }),
             &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]; f32 [4]", "f32 [5, 4]")],
-            &[(
-                "f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]",
-                "an operand of sinks is missing",
-            )],
+            &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]", "an operand of sinks is missing")],
         ),
         case(
             Op::Attention(AttentionAttrs { scale: f32::INFINITY.into(), ..plain }),

@@ -175,7 +175,8 @@ impl<const KEY: bool> Task for BackKey<'_, KEY> {
         let (block, key_head) = (self.tile / o.key_heads, self.tile % o.key_heads);
         let width = if KEY { o.width } else { o.value_width };
         // Rows of the result are slots of pages or rows of the operands.
-        let out = |row: usize| job.out::<f32>().wrapping_add((row * o.key_heads + key_head) * width);
+        let out =
+            |row: usize| job.out::<f32>().wrapping_add((row * o.key_heads + key_head) * width);
         let clear = |rows: Range<usize>| {
             for row in rows {
                 // SAFETY: this head of this row of the result is the tile's.

@@ -7,6 +7,8 @@
 //! row does not see is selected away, and a tile that it sees nothing of leaves it untouched, so
 //! a row's bits do not depend on the rows beside it or on where its keys are stored.
 
+#[cfg(test)]
+mod against_naive;
 mod back;
 mod forward;
 #[cfg(test)]

@@ -267,12 +267,14 @@ fn additions(add: &mut impl FnMut(&str, Setup)) {
         add(name, setup);
         add(&format!("{name}, packed"), Setup { rows: 36, seqs: PACKED.seqs, ..setup });
         let Setup { rows, seqs, cache, .. } = CONTINUED;
+        if setup.window == Some(1) {
+            continue; // no one sees a page
+        }
         add(&format!("{name}, prefixes"), Setup { rows, seqs, cache, ..setup });
     }
     for (i, dtype) in [DType::F32, DType::F16, DType::BF16, Q8_0].into_iter().enumerate() {
         let (heads, widths) = ([(8, 8), (8, 2), (8, 1), (4, 2)][i], (32, 64));
-        let everything =
-            Setup { alibi, softcap, window, chunk, sinks, heads, widths, ..CONTINUED };
+        let everything = Setup { alibi, softcap, window, chunk, sinks, heads, widths, ..CONTINUED };
         let shared = i % 2 == 0;
         let cache = Some(Cache { dtype, page: 5, shared });
         add(&format!("everything, {dtype} pages"), Setup { cache, ..everything });

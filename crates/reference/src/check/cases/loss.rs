@@ -17,7 +17,8 @@ const LABELS: [(usize, &[i32]); 6] = [
 /// Scales, caps and whether rows are weighted.
 fn ways() -> Vec<(String, CrossEntropyAttrs)> {
     let mut all = Vec::new();
-    for (scale, cap) in [(1.0, None), (0.0625, None), (-1.5, None), (1.0, Some(30.0)), (2.0, Some(1.5))]
+    for (scale, cap) in
+        [(1.0, None), (0.0625, None), (-1.5, None), (1.0, Some(30.0)), (2.0, Some(1.5))]
     {
         for weighted in [false, true] {
             let softcap = cap.map(Into::into);
@@ -68,14 +69,16 @@ fn one_way(g: &mut CaseGraph, attrs: CrossEntropyAttrs, vocab: usize, labels: &[
 fn projected(g: &mut CaseGraph, head: DType, rows: usize, piece: usize, lora: bool) -> Made {
     let (k, vocab) = (32, 24);
     let x = g.float("x", &[rows, k], Fill::Signed)?;
-    let labels: Vec<i32> = (0..rows as i32).map(|t| if t % 7 == 3 { -1 } else { t * 5 % 24 }).collect();
+    let labels: Vec<i32> =
+        (0..rows as i32).map(|t| if t % 7 == 3 { -1 } else { t * 5 % 24 }).collect();
     let labels = g.ints("labels", &[rows], &labels)?;
     let weights = weights(g, rows)?;
     // Near 1 / sqrt(k), so that logits are of size 1.
     let w = match head {
         DType::Block(_) => {
             let w = g.weight("head", &[vocab, k], head)?;
-            let refused = Expected::Refusal { code: graph::Code::OpNotDifferentiable, op: "MatMul" };
+            let refused =
+                Expected::Refusal { code: graph::Code::OpNotDifferentiable, op: "MatMul" };
             g.expect(w, refused);
             w
         }
@@ -163,7 +166,11 @@ pub fn cross_entropy(c: &mut Cases) {
         let logits = g.float("logits", &[4, 9], Fill::Between(-2.0, 2.0))?;
         let labels = g.ints("labels", &[4], &[1, -1, 8, 0])?;
         let weights = g.float("weights", &[4], Fill::POSITIVE)?;
-        let losses = g.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "losses")?;
+        let losses = g.graph.push(
+            Op::CrossEntropy(CrossEntropyAttrs::PLAIN),
+            &[logits, labels],
+            "losses",
+        )?;
         let weighted = g.graph.mul(losses, weights)?;
         let total = g.graph.sum(weighted, &[0])?;
         let weight = g.graph.sum(weights, &[0])?;
