@@ -276,15 +276,17 @@ impl Maker {
         let (k, v) = (self.like(&[t, hkv, d]), self.like(&[t, hkv, dv]));
         let seqs = self.leaf(&[2, 3], DType::I32);
         let mut args = vec![q, k, v, seqs];
+        let sinks = self.rng.chance(30);
+        if sinks {
+            args.push(self.like(&[hq]));
+        }
         let prefix = self.rng.chance(50);
         if prefix {
             let dtype = self.rng.pick(&[DType::F16, DType::BF16]);
             args.extend([self.leaf(&[2, 4, hkv, d], dtype), self.leaf(&[2, 4, hkv, dv], dtype)]);
-            // Pages are constants: no gradient may be asked of them here.
-            self.leaves.truncate(self.leaves.len() - 2);
             args.push(self.leaf(&[2, 2], DType::I32));
         }
-        let attrs = AttentionAttrs { prefix, ..AttentionAttrs::new(0.5) };
+        let attrs = AttentionAttrs { sinks, prefix, ..AttentionAttrs::new(0.5) };
         self.graph.push(Op::Attention(attrs), &args, name)
     }
 }
