@@ -444,7 +444,9 @@ fn gradient(g: &mut CaseGraph, setup: Setup, wrt: AttentionOperand) -> Made {
     let o = setup.operands(g)?;
     let (rows, heads) = (setup.rows, setup.heads.0);
     let lse = g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?;
-    let delta = g.float("delta", &[rows, heads], Fill::Signed)?;
+    // Of one sign where all rows add up, so that the sum does not cancel.
+    let of_rows = if wrt == AttentionOperand::Sinks { Fill::POSITIVE } else { Fill::Signed };
+    let delta = g.float("delta", &[rows, heads], of_rows)?;
     let dout = g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?;
     let refused = g.refused();
     g.expect_all(refused);
