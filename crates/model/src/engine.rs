@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use graph::{Arena, DType, Graph, Leaf, NodeId, Op, Plan, Segment, Shape};
+use graph::{Arena, CrossEntropyAttrs, DType, Graph, Leaf, NodeId, Op, Plan, Segment, Shape};
 
 use crate::{Adapter, Cache, Error, Model, Net, NetConfig, Result, SeqId};
 
