@@ -4,7 +4,7 @@
 //! head is whatever makes logits from rows: a product with a weight of any dtype, with or
 //! without adapters. Every op involved works row by row, so the losses are, bit for bit, those
 //! of all rows together; a step is as long as one of a matrix product; and each dtype, adapter
-//! and device that has a product has this. Logits are transient: [`recompute`] makes the backward
+//! and device that has a product has this. Logits are transient: [`recompute()`] makes the backward
 //! pass compute them again, piece by piece, instead of keeping them.
 
 use crate::*;
