@@ -176,16 +176,11 @@ fn run() -> Result<()> {
             let x = leaf(g, "x", &[rows, 49152])?;
             let x = if rows == 1 { leaf(g, &format!("x{i}"), &[1, 49152])? } else { x };
             let labels = g.leaf(&format!("l{i}"), Shape::new(&[rows])?, DType::I32)?;
-            g.push(Op::CrossEntropy, &[x, labels], "loss")
+            g.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x, labels], "loss")
         })?;
         for (name, shape) in [("SmolLM2", (9, 3, 64)), ("Gemma", (4, 1, 256))] {
             for cached in [32, 512, 4096] {
-                let attrs = AttentionAttrs {
-                    scale: Real::new(0.125),
-                    window: None,
-                    softcap: None,
-                    prefix: true,
-                };
+                let attrs = AttentionAttrs { prefix: true, ..AttentionAttrs::new(0.125) };
                 time(&format!("Attention {name} {rows} rows, {cached} cached"), &|g, i| {
                     let args = attention(g, rows, shape, cached, i)?;
                     g.push(Op::Attention(attrs), &args, "attention")

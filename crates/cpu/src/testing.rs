@@ -82,6 +82,22 @@ impl Case {
         id
     }
 
+    /// A leaf that is loaded and packed before it runs.
+    pub(crate) fn weight(&mut self, name: &str, dtype: DType, dims: &[usize], v: &[u8]) -> NodeId {
+        let id = self.graph.weight(name, shape(dims), dtype).unwrap();
+        self.values.insert(id, (dtype, shape(dims), Bytes::new(v)));
+        id
+    }
+
+    /// Takes a rewrite of the graph; its leaves keep the values of those of their names.
+    pub(crate) fn rename(&mut self, graph: Graph) {
+        let values = std::mem::take(&mut self.values).into_iter();
+        self.values = values
+            .filter_map(|(id, v)| Some((graph.find_leaf(&self.graph.node(id).name)?, v)))
+            .collect();
+        self.graph = graph;
+    }
+
     pub(crate) fn floats(&mut self, name: &str, dims: &[usize], v: &[f32]) -> NodeId {
         let bytes: Vec<u8> = v.iter().flat_map(|x| x.to_le_bytes()).collect();
         self.bytes(name, DType::F32, dims, &bytes)

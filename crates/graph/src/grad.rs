@@ -283,6 +283,9 @@ fn part_of(g: &mut Graph, all: NodeId, shapes: &[Shape; 6], times: &[usize; 6], 
 const NO_SECOND_ORDER: &str = "it is a gradient op, and there are no second-order gradients";
 const INDEX: &str = "the operand is an index: nothing changes smoothly with it";
 const LABEL: &str = "the operand holds labels: nothing changes smoothly with them";
+const LOSS_WEIGHT: &str = "the operand holds the weights of rows, which are settings of the loss \
+                           and whose rows of weight 0 are not read; where a weight is computed, \
+                           multiply the unweighted losses by it";
 const QUANTIZED: &str = "the operand is a quantized weight, which has no gradient; train a LoRA \
                          adapter on it, or use a float copy of the weight";
 
@@ -649,25 +652,31 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         // ---- attention
         Op::Attention(attrs) => {
             let attrs = *attrs;
+            let sinks = usize::from(attrs.sinks);
             let wrt = match i {
                 0 => AttentionOperand::Q,
                 1 => AttentionOperand::K,
                 2 => AttentionOperand::V,
-                4 | 5 => return Not("the operand is a page of a cache, which is a constant here"),
+                4 if attrs.sinks => AttentionOperand::Sinks,
+                // Straight through where pages are not f32.
+                _ if attrs.prefix && i == 4 + sinks => AttentionOperand::KPages,
+                _ if attrs.prefix && i == 5 + sinks => AttentionOperand::VPages,
                 _ => return Not(INDEX),
             };
             Is(Box::new(move |g, dy| {
                 let (q, k, v, seqs) = (arg(0), arg(1), arg(2), arg(3));
-                let prefix = args.get(4..).unwrap_or(&[]);
+                let rest = args.get(4..).unwrap_or(&[]);
                 let mut operands = vec![q, k, seqs];
-                operands.extend(prefix.iter().enumerate().filter(|(p, _)| *p != 1).map(|(_, n)| n));
+                let v_pages = 1 + sinks;
+                let of_stats = rest.iter().enumerate().filter(|(p, _)| *p != v_pages);
+                operands.extend(of_stats.map(|(_, n)| n));
                 let lse = g.push(Op::AttentionStats(attrs), &operands, &name)?;
                 let weighted = g.mul(dy, y)?;
                 let delta = g.sum(weighted, &[2])?;
                 let rows_heads = g.node(lse).shape;
                 let delta = g.reshape(delta, rows_heads.dims())?;
                 let mut operands = vec![q, k, v, seqs, lse, delta, dy];
-                operands.extend(prefix);
+                operands.extend(rest);
                 g.push(Op::AttentionBack { attrs, wrt }, &operands, &name)
             }))
         }
@@ -726,11 +735,17 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         Op::GatedDeltaRuleBack(_) => Not(NO_SECOND_ORDER),
 
         // ---- loss
-        Op::CrossEntropy if i == 1 => Not(LABEL),
-        Op::CrossEntropy => {
+        Op::CrossEntropy(_) if i == 1 => Not(LABEL),
+        Op::CrossEntropy(_) if i == 2 => Not(LOSS_WEIGHT),
+        Op::CrossEntropy(attrs) => {
+            let attrs = *attrs;
             let (logits, labels) = (arg(0), arg(1));
-            Is(Box::new(move |g, dy| g.push(Op::CrossEntropyBack, &[logits, labels, dy], &name)))
+            Is(Box::new(move |g, dy| {
+                let mut operands = vec![logits, labels, dy];
+                operands.extend(args.get(2));
+                g.push(Op::CrossEntropyBack(attrs), &operands, &name)
+            }))
         }
-        Op::CrossEntropyBack => Not(NO_SECOND_ORDER),
+        Op::CrossEntropyBack(_) => Not(NO_SECOND_ORDER),
     }
 }

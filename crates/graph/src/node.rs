@@ -47,6 +47,9 @@ pub struct Node {
     pub pass: Pass,
     /// True for leaves that are bound to what [`Device::load`](crate::Device::load) returned.
     pub resident: bool,
+    /// True for forward values that are not kept for the backward pass, whatever the policy of
+    /// [`recompute`](crate::recompute()).
+    pub transient: bool,
 }
 
 /// A list of nodes; each reads only earlier ones. Equal ops on equal operands are one node.
@@ -56,6 +59,7 @@ pub struct Graph {
     known: HashMap<(Op, Vec<NodeId>), NodeId>,
     leaves: HashMap<Arc<str>, NodeId>,
     layer: Option<u32>,
+    transient: bool,
     /// The name gradient nodes are given while a node is differentiated.
     origin: Option<Arc<str>>,
 }
@@ -69,6 +73,17 @@ impl Graph {
     /// Sets the layer that nodes pushed from now on belong to.
     pub fn set_layer(&mut self, layer: Option<u32>) {
         self.layer = layer;
+    }
+
+    /// While set, nodes pushed are transient: what the backward pass reads of them is computed
+    /// again, whatever the policy of [`recompute`](crate::recompute()). Returns what was set.
+    pub fn set_transient(&mut self, transient: bool) -> bool {
+        std::mem::replace(&mut self.transient, transient)
+    }
+
+    /// Whether nodes pushed now are transient.
+    pub(crate) fn is_transient(&self) -> bool {
+        self.transient
     }
 
     /// A leaf bound to host memory when the graph runs, or the existing one of that name.
@@ -130,6 +145,7 @@ impl Graph {
             layer: None,
             pass: Pass::Forward,
             resident,
+            transient: false,
         })?;
         self.leaves.insert(name, id);
         Ok(id)
@@ -190,6 +206,7 @@ impl Graph {
             layer: self.layer,
             pass: if self.origin.is_some() { Pass::Backward } else { Pass::Forward },
             resident: false,
+            transient: self.transient && self.origin.is_none(),
         })
     }
 

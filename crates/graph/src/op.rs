@@ -282,10 +282,52 @@ pub struct AttentionAttrs {
     pub scale: Real,
     /// Sliding window: query `i` sees key `j` only if `i - j < window`. `None` sees all.
     pub window: Option<u32>,
+    /// Chunked attention: query `i` sees key `j` only if `j >= i / chunk * chunk`. `None` sees
+    /// all.
+    pub chunk: Option<u32>,
     /// Logits become `cap * tanh(logit / cap)`.
     pub softcap: Option<Real>,
+    /// ALiBi's largest bias (ggml's `max_bias`): `-slope_h * (i - j)` is added to the (capped)
+    /// logit of query `i` and key `j`, with the slopes of [`alibi_slope`]. 0 adds
+    /// nothing.
+    pub alibi: Option<Real>,
+    /// True when an operand holds a sink for each query head: a logit that joins the softmax'
+    /// denominator and has no value.
+    pub sinks: bool,
     /// True when the operands end in `k_pages, v_pages, table`.
     pub prefix: bool,
+}
+
+impl AttentionAttrs {
+    /// Causal attention and nothing else.
+    pub fn new(scale: f32) -> AttentionAttrs {
+        AttentionAttrs {
+            scale: scale.into(),
+            window: None,
+            chunk: None,
+            softcap: None,
+            alibi: None,
+            sinks: false,
+            prefix: false,
+        }
+    }
+
+    /// The first position that a query at `position` sees.
+    pub fn first_seen(&self, position: usize) -> usize {
+        let window = self.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+        let chunk = self.chunk.map_or(0, |c| position - position % (c.max(1) as usize));
+        window.max(chunk)
+    }
+
+    /// One past the last position whose query sees the key at `position`.
+    pub fn last_seeing(&self, position: usize) -> usize {
+        let window = self.window.map_or(usize::MAX, |w| position.saturating_add(w as usize));
+        let chunk = self.chunk.map_or(usize::MAX, |c| {
+            let c = c.max(1) as usize;
+            (position / c + 1).saturating_mul(c)
+        });
+        window.min(chunk)
+    }
 }
 
 /// Which operand of attention a gradient is for.
@@ -297,6 +339,29 @@ pub enum AttentionOperand {
     K,
     /// The rows' own values `[T, Hkv, Dv]`.
     V,
+    /// The sinks `[Hq]`.
+    Sinks,
+    /// The cached keys `[P, page, Hkv, D]`.
+    KPages,
+    /// The cached values `[P, page, Hkv, Dv]`.
+    VPages,
+}
+
+/// How logits become losses: `z = softcap(scale * logit)`.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct CrossEntropyAttrs {
+    /// Multiplies the logits (1 for most models).
+    pub scale: Real,
+    /// Scaled logits `u` become `cap * tanh(u / cap)`.
+    pub softcap: Option<Real>,
+    /// True when the last operand holds a weight for each row.
+    pub weighted: bool,
+}
+
+impl CrossEntropyAttrs {
+    /// No scale, no cap, no weights.
+    pub const PLAIN: CrossEntropyAttrs =
+        CrossEntropyAttrs { scale: Real(1.0f32.to_bits()), softcap: None, weighted: false };
 }
 
 /// Which operand of [`Op::RmsNorm`] a gradient is for.
@@ -680,24 +745,29 @@ pub enum Op {
     },
 
     // ---- attention ---------------------------------------------------------------------
-    /// `(f q [T, Hq, D], f k [T, Hkv, D], f v [T, Hkv, Dv], i seqs [S, 3]
+    /// `(f q [T, Hq, D], f k [T, Hkv, D], f v [T, Hkv, Dv], i seqs [S, 3] [, f sinks [Hq]]
     /// [, k_pages [P, page, Hkv, D], v_pages [P, page, Hkv, Dv], i table [S, M]]) ->
     /// f [T, Hq, Dv]`.
     ///
     /// `seqs[s] = (first, rows, cached)`: rows `first .. first + rows` are sequence `s` at
     /// positions `cached ..`; position `p < cached` is at page `table[s][p / page]`, slot
     /// `p % page`. Rows of no sequence give zeros. Query head `h` reads key head
-    /// `h * Hkv / Hq`. Causal: a row sees its own and earlier positions, within the window.
-    /// Pages are f32, f16, bf16 or Q8_0 (blocks along the last dimension).
+    /// `h * Hkv / Hq`. Causal: a row sees its own and earlier positions, within the window and
+    /// the chunk. A logit is `scale * q . k`, capped, then biased; the softmax' denominator
+    /// also counts `exp(sink_h)`. Pages are f32, f16, bf16 or Q8_0 (blocks along the last
+    /// dimension).
     Attention(AttentionAttrs),
-    /// `(q, k, i seqs [, k_pages, table]) -> f [T, Hq]`: the log-sum-exp of each row's logits,
-    /// 0 for rows of no sequence.
+    /// `(q, k, i seqs [, sinks] [, k_pages, table]) -> f [T, Hq]`: the log-sum-exp of each
+    /// row's logits and its sink, 0 for rows of no sequence.
     AttentionStats(AttentionAttrs),
-    /// `(q, k, v, i seqs, f lse [T, Hq], f delta [T, Hq], f dout [T, Hq, Dv]
-    /// [, k_pages, v_pages, table]) -> shape of the operand`. With `p = exp(logit - lse)`,
-    /// `ds = p * (dout . v - delta)` (times the cap's derivative), `delta = sum(dout * out)`:
-    /// `Q`: `scale * ds k`; `K`: `scale * ds^T q`; `V`: `p^T dout`, summed over the query heads
-    /// that share a key head.
+    /// `(q, k, v, i seqs, f lse [T, Hq], f delta [T, Hq], f dout [T, Hq, Dv] [, sinks]
+    /// [, k_pages, v_pages, table]) -> f32 of the operand's shape`. With
+    /// `p = exp(logit - lse)`, `ds = p * (dout . v - delta)` (times the cap's derivative),
+    /// `delta = sum(dout * out)`: `Q`: `scale * ds k`; `K`: `scale * ds^T q`; `V`: `p^T dout`,
+    /// summed over the query heads that share a key head; `Sinks`:
+    /// `-sum over rows of exp(sink - lse) * delta`; `KPages` and `VPages`: as `K` and `V`, added
+    /// up sequence by sequence where a page is of several, 0 in slots of none; straight through
+    /// where pages are not f32.
     AttentionBack {
         /// As in the forward op.
         attrs: AttentionAttrs,
@@ -777,13 +847,14 @@ pub enum Op {
     GatedDeltaRuleBack(GatedDeltaAttrs),
 
     // ---- loss --------------------------------------------------------------------------
-    /// `(f logits [T, V], i labels [T]) -> f [T]`: `logsumexp(logits) - logits[label]`;
-    /// 0 where the label is negative (such a row is never read).
-    CrossEntropy,
-    /// `(f logits [T, V], i labels [T], f dy [T]) -> f [T, V]`:
-    /// `dy * (softmax(logits) - onehot(label))`; exactly 0 where the label is negative or
-    /// `dy` is 0, even if the logits are not finite.
-    CrossEntropyBack,
+    /// `(f logits [T, V], i labels [T] [, f weights [T]]) -> f [T]`:
+    /// `weight * (logsumexp(z) - z[label])`, `z = softcap(scale * logits)`; exactly 0 where the
+    /// label is negative or the weight is 0 (such a row's logits are never read).
+    CrossEntropy(CrossEntropyAttrs),
+    /// `(f logits [T, V], i labels [T], f dy [T] [, f weights [T]]) -> f [T, V]`:
+    /// `dy * weight * (softmax(z) - onehot(label)) * dz/dlogit`; exactly 0 where the label is
+    /// negative or `dy` or the weight is 0, even if the logits are not finite.
+    CrossEntropyBack(CrossEntropyAttrs),
 }
 
 impl Op {
@@ -880,8 +951,8 @@ impl Op {
             Op::SsmScanBack { .. } => "SsmScanBack",
             Op::GatedDeltaRule(_) => "GatedDeltaRule",
             Op::GatedDeltaRuleBack(_) => "GatedDeltaRuleBack",
-            Op::CrossEntropy => "CrossEntropy",
-            Op::CrossEntropyBack => "CrossEntropyBack",
+            Op::CrossEntropy(_) => "CrossEntropy",
+            Op::CrossEntropyBack(_) => "CrossEntropyBack",
         }
     }
 

@@ -8,7 +8,7 @@ use crate::*;
 /// What a training graph keeps for its backward pass.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Recompute {
-    /// Everything.
+    /// Everything but transient values.
     None,
     /// Only what crosses layers; each layer runs again before it is differentiated.
     PerLayer,
@@ -27,19 +27,22 @@ pub fn recompute(
     for &out in outputs {
         graph.get(out)?;
     }
-    if policy == Recompute::None {
+    let keeps_layers = policy == Recompute::None;
+    if keeps_layers && graph.ids().all(|id| !graph.node(id).transient) {
         return Ok((graph.clone(), outputs.to_vec()));
     }
     // A forward value is kept when it belongs to no layer or another layer's forward pass
-    // reads it.
+    // reads it, unless it is transient.
     let mut kept: Vec<bool> = graph
         .ids()
-        .map(|id| graph.node(id).layer.is_none() || graph.node(id).pass == Pass::Backward)
+        .map(|id| graph.node(id))
+        .map(|n| n.pass == Pass::Backward || !n.transient && (keeps_layers || n.layer.is_none()))
         .collect();
     for id in graph.ids() {
         let node = graph.node(id);
         for &a in node.args.iter().filter(|_| node.pass != Pass::Backward) {
             if graph.node(a).layer != node.layer
+                && !graph.node(a).transient
                 && let Some(k) = kept.get_mut(a.index())
             {
                 *k = true;

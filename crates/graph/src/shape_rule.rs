@@ -130,13 +130,14 @@ pub(crate) fn broadcast_shapes(a: Shape, b: Shape) -> std::result::Result<Shape,
     fit(&dims)
 }
 
-/// The attention operands' common checks; `v` is absent for the statistics.
+/// The attention operands' common checks; `v` is absent for the statistics. `rest`: the sinks
+/// and the prefix.
 fn attention(
     q: Operand,
     k: Operand,
     v: Option<Operand>,
     seqs: Operand,
-    prefix: &[Operand],
+    rest: &[Operand],
     attrs: &AttentionAttrs,
 ) -> std::result::Result<(), String> {
     let (q, k) = (q.1, k.1);
@@ -156,10 +157,24 @@ fn attention(
         format!("seqs must be i32 [S, 3], is {} {}", seqs.0, seqs.1)
     })?;
     want(attrs.window != Some(0), || "a window of 0 sees nothing".into())?;
+    want(attrs.chunk != Some(0), || "a chunk of 0 sees nothing".into())?;
+    want(attrs.alibi.is_none_or(|b| b.get() >= 0.0 && b.get().is_finite()), || {
+        "the largest bias of ALiBi must be finite and not negative".into()
+    })?;
     want(attrs.softcap.is_none_or(|c| c.get() > 0.0 && c.get().is_finite()), || {
         "softcap must be positive and finite".into()
     })?;
     want(attrs.scale.get().is_finite(), || "scale must be finite".into())?;
+    let prefix = match (attrs.sinks, rest) {
+        (false, prefix) => prefix,
+        (true, [(dtype, shape), prefix @ ..]) => {
+            want(*dtype == DType::F32 && shape.dims() == [hq], || {
+                format!("sinks must be f32 [{hq}], are {dtype} {shape}")
+            })?;
+            prefix
+        }
+        (true, []) => return Err("an operand of sinks is missing".into()),
+    };
     if !attrs.prefix {
         return want(prefix.is_empty(), || "operands of a cached prefix without `prefix`".into());
     }
@@ -667,6 +682,17 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 AttentionOperand::Q => (f, q.1),
                 AttentionOperand::K => (f, k.1),
                 AttentionOperand::V => (f, v.1),
+                AttentionOperand::Sinks => {
+                    want(attrs.sinks, || "the gradient of sinks without sinks".into())?;
+                    (f, fit(&[h])?)
+                }
+                AttentionOperand::KPages | AttentionOperand::VPages => {
+                    want(attrs.prefix, || "the gradient of pages without pages".into())?;
+                    let at =
+                        usize::from(attrs.sinks) + usize::from(*wrt == AttentionOperand::VPages);
+                    let pages = prefix.get(at).ok_or("a cached prefix is missing")?;
+                    (f, pages.1)
+                }
             })
         }
         Op::SsmConv
@@ -677,28 +703,52 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)
         | Op::GatedDeltaRuleBack(_) => recurrent::infer(op, args),
-        Op::CrossEntropy => {
-            f32s(args, &[0])?;
-            i32s(args, &[1])?;
-            let [logits, labels] = operands(args)?;
-            want(logits.1.rank() == 2 && logits.1.dim(1) > 0, || {
-                format!("logits must be [T, V], are {}", logits.1)
-            })?;
-            is(labels.1, &[logits.1.dim(0)], "labels")?;
-            Ok((f, labels.1))
-        }
-        Op::CrossEntropyBack => {
+        Op::CrossEntropy(attrs) => {
             f32s(args, &[0, 2])?;
             i32s(args, &[1])?;
-            let [logits, labels, dy] = operands(args)?;
-            want(logits.1.rank() == 2 && logits.1.dim(1) > 0, || {
-                format!("logits must be [T, V], are {}", logits.1)
-            })?;
-            is(labels.1, &[logits.1.dim(0)], "labels")?;
+            let (logits, labels) = if attrs.weighted {
+                let [logits, labels, weights] = operands(args)?;
+                is(weights.1, &[logits.1.dim(0)], "weights")?;
+                (logits, labels)
+            } else {
+                let [logits, labels] = operands(args)?;
+                (logits, labels)
+            };
+            cross_entropy(logits, labels, attrs)?;
+            Ok((f, labels.1))
+        }
+        Op::CrossEntropyBack(attrs) => {
+            f32s(args, &[0, 2, 3])?;
+            i32s(args, &[1])?;
+            let (logits, labels, dy) = if attrs.weighted {
+                let [logits, labels, dy, weights] = operands(args)?;
+                is(weights.1, &[logits.1.dim(0)], "weights")?;
+                (logits, labels, dy)
+            } else {
+                let [logits, labels, dy] = operands(args)?;
+                (logits, labels, dy)
+            };
+            cross_entropy(logits, labels, attrs)?;
             is(dy.1, &[logits.1.dim(0)], "dy")?;
             Ok((f, logits.1))
         }
     }
+}
+
+/// The checks of a loss' operands that both directions share.
+fn cross_entropy(
+    logits: Operand,
+    labels: Operand,
+    attrs: &CrossEntropyAttrs,
+) -> std::result::Result<(), String> {
+    want(logits.1.rank() == 2 && logits.1.dim(1) > 0, || {
+        format!("logits must be [T, V], are {}", logits.1)
+    })?;
+    want(attrs.scale.get().is_finite(), || "scale must be finite".into())?;
+    want(attrs.softcap.is_none_or(|c| c.get() > 0.0 && c.get().is_finite()), || {
+        "softcap must be positive and finite".into()
+    })?;
+    is(labels.1, &[logits.1.dim(0)], "labels")
 }
 
 /// The `A, B, scale` of each slot, the first of which is operand `first`.

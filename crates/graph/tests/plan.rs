@@ -342,7 +342,7 @@ fn fused_projections_are_cut_in_place_or_by_one_copy_each() {
         })
         .collect();
     let seqs = b.g.leaf("seqs", shape(&[1, 3]), DType::I32).unwrap();
-    let attrs = AttentionAttrs { scale: 0.5.into(), window: None, softcap: None, prefix: false };
+    let attrs = AttentionAttrs::new(0.5);
     let y = b.op(Op::Attention(attrs), &[parts[0], parts[1], parts[2], seqs]);
     let dy = b.leaf(&[rows, heads, d]);
     let back = vjp(&b.g, &[(y, dy)], &[qkv]).unwrap();

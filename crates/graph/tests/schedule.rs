@@ -54,7 +54,7 @@ fn head(adapter: bool) -> Head {
                 logits = g.push(Op::Lora { slots: 1 }, &args, "output").unwrap();
             }
             let labels = g.slice(labels, 0, c * n, n).unwrap();
-            g.push(Op::CrossEntropy, &[logits, labels], "loss").unwrap()
+            g.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "loss").unwrap()
         })
         .collect();
     Head { graph: g, x, a, b, w, labels, losses }
@@ -132,7 +132,8 @@ fn so_it_is_when_the_head_has_an_adapter() {
 fn a_head_whose_loss_needs_all_logits_at_once_still_plans() {
     let Head { mut graph, x, w, labels, .. } = head(false);
     let logits = graph.project(x, w).unwrap();
-    let loss = graph.push(Op::CrossEntropy, &[logits, labels], "loss").unwrap();
+    let loss =
+        graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "loss").unwrap();
     // The cotangent follows from the loss itself.
     let weight = graph.unary(Unary::Exp, loss).unwrap();
     let back = vjp(&graph, &[(loss, weight)], &[x]).unwrap();

@@ -115,7 +115,7 @@ fn a_quantized_weight() {
 fn labels() {
     let mut g = Graph::new();
     let (logits, labels) = (f32s(&mut g, "logits", &[3, 7]), i32s(&mut g, "labels", &[3]));
-    let y = g.push(Op::CrossEntropy, &[logits, labels], "loss").unwrap();
+    let y = g.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "loss").unwrap();
     says(
         &g,
         y,
@@ -174,21 +174,15 @@ fn sequences_pages_and_tables_of_attention() {
     let q8 = DType::Block(TensorType::Q8_0);
     args.push(g.leaf("v_pages", shape(&[2, 8, 2, 32]), q8).unwrap());
     args.push(i32s(&mut g, "table", &[1, 4]));
-    let attrs = AttentionAttrs { scale: 0.5.into(), window: None, softcap: None, prefix: true };
+    let attrs = AttentionAttrs { prefix: true, ..AttentionAttrs::new(0.5) };
     let y = g.push(Op::Attention(attrs), &args, "blk.0.attn").unwrap();
     let index = "the operand is an index: nothing changes smoothly with it";
-    let page = "the operand is a page of a cache, which is a constant here";
-    for (i, name, dtype, why) in [
-        (3, "seqs", "i32", index),
-        (4, "k_pages", "f16", page),
-        (5, "v_pages", "Q8_0", page),
-        (6, "table", "i32", index),
-    ] {
-        let line =
-            format!("Attention at node `blk.0.attn`, operand {i} (`{name}`, {dtype}): {why}");
+    for (i, name) in [(3, "seqs"), (6, "table")] {
+        let line = format!("Attention at node `blk.0.attn`, operand {i} (`{name}`, i32): {index}");
         says(&g, y, args[i], &line);
     }
-    let back = differentiate(&g, y, &args[..3]).unwrap();
+    let wrt = [&args[..3], &args[4..6]].concat();
+    let back = differentiate(&g, y, &wrt).unwrap();
     let dy = format!("d{}", y.index());
     let stats = "AttentionStats(q, k, seqs, k_pages, table)";
     let delta = format!("Reshape(Sum(Mul({dy}, blk.0.attn)))");
@@ -198,8 +192,61 @@ fn sequences_pages_and_tables_of_attention() {
         );
         assert_eq!(show(&back.graph, g.len(), grad), line);
     }
-    // The statistics and the row sums are made once for all three.
-    assert_eq!(back.graph.len(), g.len() + 1 + 4 + 3);
+    // The statistics and the row sums are made once for all five.
+    assert_eq!(back.graph.len(), g.len() + 1 + 4 + 5);
+    // Whatever pages are stored as, their gradient is f32 and of their shape.
+    for (of, grad) in wrt.iter().zip(&back.grads) {
+        let grad = back.graph.node(*grad);
+        assert_eq!((grad.dtype, grad.shape), (DType::F32, g.node(*of).shape));
+    }
+}
+
+#[test]
+fn sinks_of_attention_and_what_comes_after_them() {
+    let mut g = Graph::new();
+    let mut args =
+        [("q", 4), ("k", 2), ("v", 2)].map(|(n, heads)| f32s(&mut g, n, &[3, heads, 32])).to_vec();
+    args.push(i32s(&mut g, "seqs", &[1, 3]));
+    args.push(f32s(&mut g, "sinks", &[4]));
+    args.push(g.leaf("k_pages", shape(&[2, 8, 2, 32]), DType::BF16).unwrap());
+    args.push(f32s(&mut g, "v_pages", &[2, 8, 2, 32]));
+    args.push(i32s(&mut g, "table", &[1, 4]));
+    let attrs = AttentionAttrs { prefix: true, sinks: true, ..AttentionAttrs::new(0.5) };
+    let y = g.push(Op::Attention(attrs), &args, "attn").unwrap();
+    let wrt = args[4..7].to_vec();
+    let back = differentiate(&g, y, &wrt).unwrap();
+    use AttentionOperand::{KPages, Sinks, VPages};
+    for ((of, grad), part) in wrt.iter().zip(&back.grads).zip([Sinks, KPages, VPages]) {
+        let grad = back.graph.node(*grad);
+        assert_eq!((grad.dtype, grad.shape), (DType::F32, g.node(*of).shape));
+        assert_eq!(grad.op, Op::AttentionBack { attrs, wrt: part });
+        let stats = back.graph.node(grad.args[4]);
+        assert_eq!(stats.args, [args[0], args[1], args[3], args[4], args[5], args[7]]);
+    }
+    for at in [3, 7] {
+        assert!(differentiate(&g, y, &[args[at]]).is_err());
+    }
+}
+
+#[test]
+fn weights_of_a_loss() {
+    let mut g = Graph::new();
+    let (logits, weights) = (f32s(&mut g, "logits", &[3, 8]), f32s(&mut g, "weights", &[3]));
+    let labels = i32s(&mut g, "labels", &[3]);
+    let attrs = CrossEntropyAttrs { weighted: true, ..CrossEntropyAttrs::PLAIN };
+    let y = g.push(Op::CrossEntropy(attrs), &[logits, labels, weights], "loss").unwrap();
+    says(
+        &g,
+        y,
+        weights,
+        "CrossEntropy at node `loss`, operand 2 (`weights`, f32): the operand holds the weights \
+         of rows, which are settings of the loss and whose rows of weight 0 are not read; where \
+         a weight is computed, multiply the unweighted losses by it",
+    );
+    let back = differentiate(&g, y, &[logits]).unwrap();
+    let grad = back.graph.node(back.grads[0]);
+    assert_eq!(grad.op, Op::CrossEntropyBack(attrs));
+    assert_eq!((grad.args[0], grad.args[1], grad.args[3]), (logits, labels, weights));
 }
 
 #[test]
@@ -282,10 +329,10 @@ fn gradient_ops_have_no_second_order() {
         g.push(Op::Glu(GluKind::Geglu), &[x, y], "glu").unwrap(),
         g.push(Op::RmsNorm { eps: 1e-5.into() }, &[x, w], "norm").unwrap(),
         g.push(Op::Lora { slots: 1 }, &[x, y, rows, a, b, scale], "lora").unwrap(),
-        g.push(Op::CrossEntropy, &[x, rows], "loss").unwrap(),
+        g.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x, rows], "loss").unwrap(),
         g.project(x, block).unwrap(),
     ];
-    let attrs = AttentionAttrs { scale: 0.5.into(), window: None, softcap: None, prefix: false };
+    let attrs = AttentionAttrs::new(0.5);
     let attention = g.push(Op::Attention(attrs), &[heads, heads, heads, seqs], "attn").unwrap();
     let taps = f32s(&mut g, "taps", &[32, 1]);
     let none = f32s(&mut g, "none", &[1, 0, 32]);
@@ -701,7 +748,8 @@ fn blocked(g: &Graph, node: &Node, i: usize) -> bool {
         Op::RopeTable(_) => true,
         Op::Rope { .. } => i == 1,
         Op::Lora { .. } => i > 3 && i % 3 == 2 || dtype == DType::I32,
-        Op::Attention(_) => i > 2,
+        Op::Attention(_) => dtype == DType::I32,
+        Op::CrossEntropy(_) => i > 0,
         op => {
             let second = op.name().ends_with("Back") || op.name() == "AttentionStats";
             second || dtype == DType::I32

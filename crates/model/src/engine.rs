@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use graph::{Arena, DType, Graph, Leaf, NodeId, Op, Plan, Segment, Shape};
+use graph::{Arena, CrossEntropyAttrs, DType, Graph, Leaf, NodeId, Op, Plan, Segment, Shape};
 
 use crate::{Adapter, Cache, Error, Model, Net, NetConfig, Result, SeqId};
 
@@ -375,7 +375,7 @@ impl Engine {
         let mut graph = Graph::new();
         let rows = graph.leaf("logits", Shape::new(&[labels.len(), vocab])?, DType::F32)?;
         let ids = graph.leaf("labels", Shape::new(&[labels.len()])?, DType::I32)?;
-        let nll = graph.push(Op::CrossEntropy, &[rows, ids], "nll")?;
+        let nll = graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[rows, ids], "nll")?;
         let device = self.model.device().clone();
         let plan = graph::plan(&graph, &[nll], device.as_ref())?;
         let labels: Vec<i32> = labels.iter().map(|&t| t as i32).collect();

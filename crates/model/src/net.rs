@@ -273,12 +273,8 @@ impl<'a> Net<'a> {
             }
             args.push(self.input("table", &[config.seqs, prefix.table])?);
         }
-        let attrs = AttentionAttrs {
-            scale: scale.into(),
-            window,
-            softcap: None,
-            prefix: config.prefix.is_some(),
-        };
+        let prefix = config.prefix.is_some();
+        let attrs = AttentionAttrs { window, prefix, ..AttentionAttrs::new(scale) };
         let name = format!("blk.{layer}.attn");
         let out = self.graph.push(Op::Attention(attrs), &args, &name)?;
         let shape = self.graph.node(out).shape;

@@ -264,7 +264,8 @@ fn adapters() {
 }
 
 fn attention(window: Option<u32>, softcap: Option<f32>, prefix: bool) -> AttentionAttrs {
-    AttentionAttrs { scale: 1.0.into(), window, softcap: softcap.map(Into::into), prefix }
+    let softcap = softcap.map(Into::into);
+    AttentionAttrs { window, softcap, prefix, ..AttentionAttrs::new(1.0) }
 }
 
 /// One head of width 1, whose logits are 0, ln 2 and ln 3.
@@ -399,17 +400,28 @@ fn cross_entropy() {
     let nan = f64::NAN;
     let logits = f(&[3, 2], &[0.0, LN3, nan, nan, 1e4, 1e4]);
     let labels = i(&[3], &[0, -1, 1]);
-    let y = run(Op::CrossEntropy, &[logits.clone(), labels.clone()]);
+    let y = run(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits.clone(), labels.clone()]);
     close(&y, &[3], &[2.0 * LN2, 0.0, LN2]);
     let args = [logits, labels, f(&[3], &[2.0, 1.0, 0.0])];
-    let back = run(Op::CrossEntropyBack, &args);
+    let back = run(Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN), &args);
     close(&back, &[3, 2], &[-1.5, 1.5, 0.0, 0.0, 0.0, 0.0]);
     // A row that sends nothing back is exactly zero, whatever its logits.
     let bad = f(&[1, 2], &[nan, f64::INFINITY]);
-    let back = run(Op::CrossEntropyBack, &[bad.clone(), i(&[1], &[0]), f(&[1], &[0.0])]);
+    let back = run(
+        Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN),
+        &[bad.clone(), i(&[1], &[0]), f(&[1], &[0.0])],
+    );
     assert_eq!(back.as_floats(), Some(&[0.0, 0.0][..]));
-    outside(Op::CrossEntropy, &[bad.clone(), i(&[1], &[2])], "label 2 is outside of 0..2");
-    outside(Op::CrossEntropyBack, &[bad, i(&[1], &[2]), f(&[1], &[1.0])], "label 2");
+    outside(
+        Op::CrossEntropy(CrossEntropyAttrs::PLAIN),
+        &[bad.clone(), i(&[1], &[2])],
+        "label 2 is outside of 0..2",
+    );
+    outside(
+        Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN),
+        &[bad, i(&[1], &[2]), f(&[1], &[1.0])],
+        "label 2",
+    );
 }
 
 #[test]

@@ -50,7 +50,10 @@ impl Fuzzer {
         AttentionAttrs {
             scale: self.real(),
             window: self.pick(&[None, None, Some(1), Some(2), Some(u32::MAX)]),
+            chunk: self.pick(&[None, None, Some(1), Some(3), Some(u32::MAX)]),
             softcap: self.pick(&[None, Some(2.0.into()), Some(1e-30.into())]),
+            alibi: self.pick(&[None, None, Some(0.0.into()), Some(8.0.into())]),
+            sinks: self.one_in(3),
             prefix,
         }
     }
@@ -119,6 +122,14 @@ impl Fuzzer {
                 args.push(f(&[many * width * (t + s * n)]));
                 (Op::GatedDeltaRuleBack(attrs), args)
             }
+        }
+    }
+
+    fn loss(&mut self) -> CrossEntropyAttrs {
+        CrossEntropyAttrs {
+            scale: self.real(),
+            softcap: self.pick(&[None, Some(2.0.into()), Some(1e-30.into())]),
+            weighted: self.one_in(2),
         }
     }
 
@@ -321,11 +332,17 @@ impl Fuzzer {
             },
             26 => {
                 let v = self.pick(&[1, 3, 32]);
-                (Op::CrossEntropy, vec![f(&[t, v]), i(&[t])])
+                let attrs = self.loss();
+                let mut args = vec![f(&[t, v]), i(&[t])];
+                args.extend(attrs.weighted.then(|| f(&[t])));
+                (Op::CrossEntropy(attrs), args)
             }
             27 => {
                 let v = self.pick(&[1, 3, 32]);
-                (Op::CrossEntropyBack, vec![f(&[t, v]), i(&[t]), f(&[t])])
+                let attrs = self.loss();
+                let mut args = vec![f(&[t, v]), i(&[t]), f(&[t])];
+                args.extend(attrs.weighted.then(|| f(&[t])));
+                (Op::CrossEntropyBack(attrs), args)
             }
             38..=43 => self.recurrence(),
             which => {
@@ -352,12 +369,14 @@ impl Fuzzer {
                         (Op::Attention(attrs), args, vec![k_pages, v_pages, table])
                     }
                     _ => {
-                        let all = [AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V];
+                        use AttentionOperand::{K, KPages, Q, Sinks, V, VPages};
+                        let all = [Q, K, V, Sinks, KPages, VPages];
                         let op = Op::AttentionBack { attrs, wrt: self.pick(&all) };
                         let args = vec![q, own, v, seqs, lse, delta, dout];
                         (op, args, vec![k_pages, v_pages, table])
                     }
                 };
+                args.extend(attrs.sinks.then(|| f(&[hkv * group])));
                 if prefix {
                     args.extend(cached);
                 }

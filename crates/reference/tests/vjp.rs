@@ -112,7 +112,10 @@ fn rows_that_do_not_count_give_zero() {
     let labels = p.ints("labels", &[-1, 2, 3]);
     let weights = p.float("weights", &[3]);
     p.leaves.get_mut(&weights).unwrap().as_floats_mut().unwrap()[1] = 0.0;
-    let losses = p.graph.push(Op::CrossEntropy, &[logits, labels], "losses").unwrap();
+    let losses = p
+        .graph
+        .push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "losses")
+        .unwrap();
     let grads = p.gradients(&[(losses, weights)], &[logits]);
     let grads = grads[0].as_floats().unwrap();
     assert_eq!(grads[..8], [0.0; 8]);

@@ -289,7 +289,11 @@ impl<'m> Gradients<'m> {
             let len = graph.node(logits).shape.dim(0);
             let of = |g: &mut graph::Graph, all| g.slice(all, 0, start, len);
             let (labels, weights) = (of(&mut graph, labels)?, of(&mut graph, weights)?);
-            let nll = graph.push(graph::Op::CrossEntropy, &[logits, labels], "loss")?;
+            let nll = graph.push(
+                graph::Op::CrossEntropy(graph::CrossEntropyAttrs::PLAIN),
+                &[logits, labels],
+                "loss",
+            )?;
             losses.push((nll, weights));
             start += len;
         }

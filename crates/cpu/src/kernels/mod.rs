@@ -123,7 +123,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)
         | Op::GatedDeltaRuleBack(_) => recurrent::supports(call),
-        Op::CrossEntropy | Op::CrossEntropyBack => loss::supports(call),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => loss::supports(call),
     }
 }
 
@@ -149,7 +149,7 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)
         | Op::GatedDeltaRuleBack(_) => recurrent::check(job),
-        Op::CrossEntropy | Op::CrossEntropyBack => loss::check(job),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => loss::check(job),
         _ => Ok(()),
     }
 }
@@ -197,8 +197,8 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)
         | Op::GatedDeltaRuleBack(_) => recurrent::tiles(job),
-        Op::CrossEntropy => loss::tiles(job),
-        Op::CrossEntropyBack => row_tiles(job).count,
+        Op::CrossEntropy(_) => loss::tiles(job),
+        Op::CrossEntropyBack(_) => row_tiles(job).count,
     }
 }
 
@@ -249,7 +249,7 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)
         | Op::GatedDeltaRuleBack(_) => recurrent::run_tile(job, tile, scratch),
-        Op::CrossEntropy | Op::CrossEntropyBack => loss::run_tile(job, tile),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => loss::run_tile(job, tile),
     }
 }
 

@@ -1,7 +1,8 @@
 //! Promises of kernels beside attention, which has its own tests.
 
 use graph::{
-    Code, DType, GluKind, LoraOperand, NodeId, NormOperand, Op, Real, RopeAngles, RopeStyle,
+    Code, CrossEntropyAttrs, DType, GluKind, LoraOperand, NodeId, NormOperand, Op, Real,
+    RopeAngles, RopeStyle,
 };
 
 use crate::Cpu;
@@ -92,9 +93,14 @@ fn p5_rows_stand_alone() {
         p5_rows("CrossEntropy", &x, |c, x, rows| {
             let labels: Vec<i32> = rows.map(|row| (row % n) as i32).collect();
             let labels = c.ints("labels", &[labels.len()], &labels);
-            let loss = c.graph.push(Op::CrossEntropy, &[x[0], labels], "l").unwrap();
+            let loss = c
+                .graph
+                .push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x[0], labels], "l")
+                .unwrap();
             let dy = c.graph.affine(loss, 1.0, 2.0).unwrap();
-            c.graph.push(Op::CrossEntropyBack, &[x[0], labels, dy], "l").unwrap()
+            c.graph
+                .push(Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN), &[x[0], labels, dy], "l")
+                .unwrap()
         });
     }
     let x = Rows::random(50, &[&[320]], r);
@@ -284,7 +290,9 @@ fn indices_out_of_range_are_faults() {
             &|c| {
                 let x = c.floats("x", &[2, 2], &[0.0; 4]);
                 let labels = c.ints("labels", &[2], &[-1, bad]);
-                c.graph.push(Op::CrossEntropy, &[x, labels], "node").unwrap()
+                c.graph
+                    .push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x, labels], "node")
+                    .unwrap()
             },
             &text,
         );

@@ -224,7 +224,7 @@ impl Maker {
             22 => {
                 let x = self.with_rank(x, 2);
                 let labels = self.leaf(&[self.dims(x)[0]], DType::I32);
-                self.graph.push(Op::CrossEntropy, &[x, labels], &name)
+                self.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x, labels], &name)
             }
             _ => self.graph.add(x, x),
         }
@@ -276,15 +276,17 @@ impl Maker {
         let (k, v) = (self.like(&[t, hkv, d]), self.like(&[t, hkv, dv]));
         let seqs = self.leaf(&[2, 3], DType::I32);
         let mut args = vec![q, k, v, seqs];
+        let sinks = self.rng.chance(30);
+        if sinks {
+            args.push(self.like(&[hq]));
+        }
         let prefix = self.rng.chance(50);
         if prefix {
             let dtype = self.rng.pick(&[DType::F16, DType::BF16]);
             args.extend([self.leaf(&[2, 4, hkv, d], dtype), self.leaf(&[2, 4, hkv, dv], dtype)]);
-            // Pages are constants: no gradient may be asked of them here.
-            self.leaves.truncate(self.leaves.len() - 2);
             args.push(self.leaf(&[2, 2], DType::I32));
         }
-        let attrs = AttentionAttrs { scale: 0.5.into(), window: None, softcap: None, prefix };
+        let attrs = AttentionAttrs { sinks, prefix, ..AttentionAttrs::new(0.5) };
         self.graph.push(Op::Attention(attrs), &args, name)
     }
 }

@@ -64,8 +64,7 @@ impl Maker<'_> {
                 *y = self.g.round(*y, DType::F16).unwrap();
             }
         }
-        let attrs =
-            AttentionAttrs { scale: 0.25.into(), window: None, softcap: None, prefix: false };
+        let attrs = AttentionAttrs::new(0.25);
         let args = [qkv[0], qkv[1], qkv[2], seqs];
         let y = self.g.push(Op::Attention(attrs), &args, &name("attn")).unwrap();
         let y = self.g.reshape(y, &[rows, width]).unwrap();
@@ -110,7 +109,10 @@ impl Toy {
         }
         let x = maker.norm(x, "output_norm");
         let logits = maker.g.project(x, embed).unwrap();
-        let loss = maker.g.push(Op::CrossEntropy, &[logits, labels], "loss").unwrap();
+        let loss = maker
+            .g
+            .push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "loss")
+            .unwrap();
         Built { graph: maker.g, loss, adapters: maker.adapters }
     }
 

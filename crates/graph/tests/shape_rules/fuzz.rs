@@ -37,12 +37,20 @@ fn random_op(rng: &mut Rng) -> Op {
     let attrs = |rng: &mut Rng| AttentionAttrs {
         scale: if rng.chance(80) { 0.5.into() } else { real(rng) },
         window: if rng.chance(80) { None } else { Some(rng.next() as u32 % 3) },
+        chunk: if rng.chance(80) { None } else { Some(rng.next() as u32 % 3) },
         softcap: if rng.chance(80) { None } else { Some(real(rng)) },
+        alibi: if rng.chance(80) { None } else { Some(real(rng)) },
+        sinks: rng.chance(20),
         prefix: rng.chance(40),
     };
     let delta = |rng: &mut Rng| GatedDeltaAttrs {
         scale: if rng.chance(80) { 0.5.into() } else { real(rng) },
         key_heads: rng.pick(&[KeyHeads::Blocks, KeyHeads::Cycle]),
+    };
+    let loss = |rng: &mut Rng| CrossEntropyAttrs {
+        scale: if rng.chance(80) { 1.0.into() } else { real(rng) },
+        softcap: if rng.chance(80) { None } else { Some(real(rng)) },
+        weighted: rng.chance(40),
     };
     let shape = |rng: &mut Rng| loop {
         if let Ok(shape) = Shape::new(&random_dims(rng)) {
@@ -124,10 +132,15 @@ fn random_op(rng: &mut Rng) -> Op {
         27 => Op::AttentionStats(attrs(rng)),
         28 => Op::AttentionBack {
             attrs: attrs(rng),
-            wrt: rng.pick(&[AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V]),
+            wrt: rng.pick(&[
+                AttentionOperand::Q,
+                AttentionOperand::K,
+                AttentionOperand::V,
+                AttentionOperand::Sinks,
+                AttentionOperand::KPages,
+                AttentionOperand::VPages,
+            ]),
         },
-        29 => Op::CrossEntropy,
-        30 => Op::CrossEntropyBack,
         42 => Op::SsmConv,
         43 => Op::SsmConvBack {
             wrt: rng.pick(&[SsmConvOperand::X, SsmConvOperand::Weight, SsmConvOperand::State]),
@@ -139,6 +152,8 @@ fn random_op(rng: &mut Rng) -> Op {
         46 => Op::SsmScan,
         47 => Op::SsmScanBack { parts: rng.pick(&[0, 1, 1, 2, usize::MAX]) },
         48 => Op::GatedDeltaRule(delta(rng)),
+        29 => Op::CrossEntropy(loss(rng)),
+        30 => Op::CrossEntropyBack(loss(rng)),
         _ => Op::GatedDeltaRuleBack(delta(rng)),
     }
 }

@@ -753,7 +753,7 @@ fn products() -> Vec<Case> {
 }
 
 fn attention() -> Vec<Case> {
-    let plain = AttentionAttrs { scale: 0.125.into(), window: None, softcap: None, prefix: false };
+    let plain = AttentionAttrs::new(0.125);
     let cached = AttentionAttrs { prefix: true, window: Some(8), ..plain };
     let q = "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]";
     let mut cases = vec![
@@ -867,6 +867,46 @@ fn attention() -> Vec<Case> {
             &[(q, "a window of 0 sees nothing")],
         ),
         case(
+            Op::Attention(AttentionAttrs { chunk: Some(0), ..plain }),
+            &[],
+            &[(q, "a chunk of 0 sees nothing")],
+        ),
+        case(
+            Op::Attention(AttentionAttrs {
+                chunk: Some(1),
+                alibi: Some(0.0.into()),
+                sinks: true,
+                ..cached
+            }),
+            &[(
+                "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [4]; \
+                 f16 [9, 4, 2, 8]; bf16 [9, 4, 2, 6]; i32 [3, 2]",
+                "f32 [5, 4, 6]",
+            )],
+            &[
+                (q, "an operand of sinks is missing"),
+                (
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [4]",
+                    "a cached prefix takes 3 operands, was given 0",
+                ),
+                (
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [2]; \
+                     f16 [9, 4, 2, 8]; bf16 [9, 4, 2, 6]; i32 [3, 2]",
+                    "sinks must be f32 [4], are f32 [2]",
+                ),
+                (
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f16 [4]; \
+                     f16 [9, 4, 2, 8]; bf16 [9, 4, 2, 6]; i32 [3, 2]",
+                    "sinks must be f32 [4], are f16 [4]",
+                ),
+            ],
+        ),
+        case(
+            Op::AttentionStats(AttentionAttrs { sinks: true, ..plain }),
+            &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]; f32 [4]", "f32 [5, 4]")],
+            &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]", "an operand of sinks is missing")],
+        ),
+        case(
             Op::Attention(AttentionAttrs { scale: f32::INFINITY.into(), ..plain }),
             &[],
             &[(q, "scale must be finite")],
@@ -907,7 +947,38 @@ fn attention() -> Vec<Case> {
             &[(q, "softcap must be positive and finite")],
         ));
     }
-    use AttentionOperand::{K, Q, V};
+    for bias in [-1.0, f32::NAN, f32::INFINITY] {
+        cases.push(case(
+            Op::Attention(AttentionAttrs { alibi: Some(bias.into()), ..plain }),
+            &[],
+            &[(q, "the largest bias of ALiBi must be finite and not negative")],
+        ));
+    }
+    use AttentionOperand::{K, KPages, Q, Sinks, V, VPages};
+    let given = "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                 f32 [5, 4]; f32 [5, 4, 6]";
+    for (wrt, why) in [
+        (Sinks, "the gradient of sinks without sinks"),
+        (KPages, "the gradient of pages without pages"),
+        (VPages, "the gradient of pages without pages"),
+    ] {
+        cases.push(case(Op::AttentionBack { attrs: plain, wrt }, &[], &[(given, why)]));
+    }
+    let all = AttentionAttrs { sinks: true, ..cached };
+    for (wrt, made) in
+        [(Sinks, "f32 [4]"), (KPages, "f32 [9, 4, 2, 8]"), (VPages, "f32 [9, 4, 2, 6]")]
+    {
+        cases.push(case(
+            Op::AttentionBack { attrs: all, wrt },
+            &[(
+                "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                 f32 [5, 4]; f32 [5, 4, 6]; f32 [4]; f16 [9, 4, 2, 8]; bf16 [9, 4, 2, 6]; \
+                 i32 [3, 2]",
+                made,
+            )],
+            &[(given, "an operand of sinks is missing")],
+        ));
+    }
     for (wrt, made) in [(Q, "f32 [5, 4, 8]"), (K, "f32 [5, 2, 8]"), (V, "f32 [5, 2, 6]")] {
         cases.push(case(
             Op::AttentionBack { attrs: plain, wrt },
@@ -940,9 +1011,11 @@ fn attention() -> Vec<Case> {
 }
 
 fn losses() -> Vec<Case> {
+    let plain = CrossEntropyAttrs::PLAIN;
+    let weighted = CrossEntropyAttrs { weighted: true, ..plain };
     vec![
         case(
-            Op::CrossEntropy,
+            Op::CrossEntropy(CrossEntropyAttrs::PLAIN),
             &[("f32 [3, 7]; i32 [3]", "f32 [3]"), ("f32 [0, 7]; i32 [0]", "f32 [0]")],
             &[
                 ("f32 [3, 7]; i32 [4]", "labels must be [3], is [4]"),
@@ -954,7 +1027,7 @@ fn losses() -> Vec<Case> {
             ],
         ),
         case(
-            Op::CrossEntropyBack,
+            Op::CrossEntropyBack(CrossEntropyAttrs::PLAIN),
             &[("f32 [3, 7]; i32 [3]; f32 [3]", "f32 [3, 7]")],
             &[
                 ("f32 [3, 7]; i32 [3]; f32 [4]", "dy must be [3], is [4]"),
@@ -963,6 +1036,34 @@ fn losses() -> Vec<Case> {
                 ("f32 [3, 7]; i32 [3]; i32 [3]", "operand 2 must be f32, is i32"),
                 ("f32 [3, 7]; i32 [3]", "takes 3 operands, was given 2"),
             ],
+        ),
+        case(
+            Op::CrossEntropy(weighted),
+            &[("f32 [3, 7]; i32 [3]; f32 [3]", "f32 [3]")],
+            &[
+                ("f32 [3, 7]; i32 [3]", "takes 3 operands, was given 2"),
+                ("f32 [3, 7]; i32 [3]; f32 [2]", "weights must be [3], is [2]"),
+                ("f32 [3, 7]; i32 [3]; i32 [3]", "operand 2 must be f32, is i32"),
+            ],
+        ),
+        case(
+            Op::CrossEntropyBack(weighted),
+            &[("f32 [3, 7]; i32 [3]; f32 [3]; f32 [3]", "f32 [3, 7]")],
+            &[
+                ("f32 [3, 7]; i32 [3]; f32 [3]", "takes 4 operands, was given 3"),
+                ("f32 [3, 7]; i32 [3]; f32 [3]; f32 [1]", "weights must be [3], is [1]"),
+                ("f32 [3, 7]; i32 [3]; f32 [3]; f16 [3]", "operand 3 must be f32, is f16"),
+            ],
+        ),
+        case(
+            Op::CrossEntropy(CrossEntropyAttrs { softcap: Some(0.0.into()), ..plain }),
+            &[],
+            &[("f32 [3, 7]; i32 [3]", "softcap must be positive and finite")],
+        ),
+        case(
+            Op::CrossEntropyBack(CrossEntropyAttrs { scale: f32::NAN.into(), ..plain }),
+            &[],
+            &[("f32 [3, 7]; i32 [3]; f32 [3]", "scale must be finite")],
         ),
         case(Op::Leaf, &[], &[("", "leaves are made with `leaf`")]),
     ]

@@ -1,6 +1,6 @@
 //! Causal attention over packed sequences and their cached prefixes.
 
-use graph::{AttentionAttrs, AttentionOperand, Fault, Shape};
+use graph::{AttentionAttrs, AttentionOperand, Fault, Shape, alibi_slope};
 
 use super::loss::log_sum_exp;
 use super::{Floats, Ints, Operands, Out};
@@ -32,15 +32,23 @@ struct Past<'a> {
 }
 
 impl<'a> Past<'a> {
-    fn at(&self, sequence: &Sequence, position: usize, head: usize) -> &'a [f64] {
+    /// The number of a row of the pages or, `false`, of the rows' own.
+    fn place(&self, sequence: &Sequence, position: usize, head: usize) -> (bool, usize) {
         let heads = self.own.dim(1);
         match self.cached {
             Some(Pages { pages, table }) if position < sequence.cached => {
                 let len = pages.dim(1);
                 let page = table.row(sequence.number)[position / len] as usize;
-                pages.row((page * len + position % len) * heads + head)
+                (true, (page * len + position % len) * heads + head)
             }
-            _ => self.own.row((sequence.first + position - sequence.cached) * heads + head),
+            _ => (false, (sequence.first + position - sequence.cached) * heads + head),
+        }
+    }
+
+    fn at(&self, sequence: &Sequence, position: usize, head: usize) -> &'a [f64] {
+        match (self.place(sequence, position, head), self.cached) {
+            ((true, row), Some(cached)) => cached.pages.row(row),
+            ((_, row), _) => self.own.row(row),
         }
     }
 }
@@ -94,6 +102,7 @@ struct Logits<'a> {
     attrs: &'a AttentionAttrs,
     q: Floats<'a>,
     k: Past<'a>,
+    sinks: Option<Floats<'a>>,
     sequences: Vec<Sequence>,
 }
 
@@ -103,6 +112,8 @@ struct Query<'a> {
     /// Row in `q`.
     row: usize,
     head: usize,
+    /// Its position in the sequence.
+    position: usize,
     /// The key head it reads.
     key_head: usize,
     /// The positions it sees.
@@ -119,12 +130,14 @@ impl<'a> Logits<'a> {
         let rows = self.sequences.iter().flat_map(|s| (0..s.rows).map(move |r| (s, r)));
         rows.flat_map(move |(sequence, r)| {
             let position = sequence.cached + r;
-            let end = position + 1;
-            let sees = self.attrs.window.map_or(0, |w| end.saturating_sub(w as usize))..end;
+            let window = self.attrs.window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+            let chunk = self.attrs.chunk.map_or(0, |c| position / c as usize * c as usize);
+            let sees = window.max(chunk)..position + 1;
             (0..heads).map(move |head| Query {
                 sequence,
                 row: sequence.first + r,
                 head,
+                position,
                 key_head: head * key_heads / heads,
                 sees: sees.clone(),
             })
@@ -135,23 +148,52 @@ impl<'a> Logits<'a> {
         self.q.row(query.row * self.q.dim(1) + query.head)
     }
 
+    /// The logit that is a query's sink.
+    fn sink(&self, query: &Query<'_>) -> Option<f64> {
+        self.sinks.map(|sinks| sinks.data[query.head])
+    }
+
     /// The logit of a query and a position, and its derivative by `scale * q . k`.
     fn logit(&self, query: &Query<'_>, position: usize) -> (f64, f64) {
         let k = self.k.at(query.sequence, position, query.key_head);
         let logit = f64::from(self.attrs.scale.get()) * dot(self.q(query), k);
-        match self.attrs.softcap {
+        let (logit, slope) = match self.attrs.softcap {
             None => (logit, 1.0),
             Some(cap) => {
                 let cap = f64::from(cap.get());
                 let t = (logit / cap).tanh();
                 (cap * t, 1.0 - t * t)
             }
-        }
+        };
+        let bias = self.attrs.alibi.filter(|bias| bias.get() > 0.0).map_or(0.0, |bias| {
+            let distance = (query.position - position) as f64;
+            -f64::from(alibi_slope(bias.get(), query.head, self.q.dim(1))) * distance
+        });
+        (logit + bias, slope)
     }
 
     /// The logits of all positions that a query sees.
     fn of(&self, query: &Query<'_>) -> Vec<f64> {
         query.sees.clone().map(|position| self.logit(query, position).0).collect()
+    }
+
+    /// The log-sum-exp of a query's logits and its sink.
+    fn log_sum_exp(&self, query: &Query<'_>, logits: &[f64]) -> f64 {
+        let all: Vec<f64> = logits.iter().copied().chain(self.sink(query)).collect();
+        log_sum_exp(&all)
+    }
+}
+
+/// The sinks, the first operand after the first `n`, when there are any, and where the operands
+/// after them begin.
+fn sinks<'a>(
+    operands: Operands<'a>,
+    attrs: &AttentionAttrs,
+    n: usize,
+) -> Result<(Option<Floats<'a>>, usize), Fault> {
+    match attrs.sinks {
+        true => Ok((Some(operands.floats(n)?), n + 1)),
+        false => Ok((None, n)),
     }
 }
 
@@ -170,28 +212,30 @@ fn pages<'a>(
 
 pub(super) fn stats(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
     let (q, own) = (operands.floats(0)?, operands.floats(1)?);
-    let cached = pages(operands, attrs, 3, 4)?;
+    let (sinks, rest) = sinks(operands, attrs, 3)?;
+    let cached = pages(operands, attrs, rest, rest + 1)?;
     let sequences = sequences(operands, operands.ints(2)?, q.dim(0), cached.as_slice())?;
-    let logits = Logits { attrs, q, k: Past { own, cached }, sequences };
+    let logits = Logits { attrs, q, k: Past { own, cached }, sinks, sequences };
     let mut out = operands.zeros(shape)?;
     for query in logits.queries() {
-        out[query.row * q.dim(1) + query.head] = log_sum_exp(&logits.of(&query));
+        out[query.row * q.dim(1) + query.head] = logits.log_sum_exp(&query, &logits.of(&query));
     }
     operands.made(shape, out)
 }
 
 pub(super) fn forward(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
     let (q, own) = (operands.floats(0)?, operands.floats(1)?);
-    let k = Past { own, cached: pages(operands, attrs, 4, 6)? };
-    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, 5, 6)? };
+    let (sinks, rest) = sinks(operands, attrs, 4)?;
+    let k = Past { own, cached: pages(operands, attrs, rest, rest + 2)? };
+    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, rest + 1, rest + 2)? };
     let all: Vec<Pages<'_>> = k.cached.into_iter().chain(v.cached).collect();
     let sequences = sequences(operands, operands.ints(3)?, q.dim(0), &all)?;
-    let logits = Logits { attrs, q, k, sequences };
+    let logits = Logits { attrs, q, k, sinks, sequences };
     let mut out = operands.zeros(shape)?;
     let width = shape.cols();
     for query in logits.queries() {
         let row = logits.of(&query);
-        let lse = log_sum_exp(&row);
+        let lse = logits.log_sum_exp(&query, &row);
         let to = (query.row * q.dim(1) + query.head) * width;
         for (position, logit) in query.sees.clone().zip(row) {
             let p = (logit - lse).exp();
@@ -212,38 +256,40 @@ pub(super) fn back(
 ) -> Out {
     let (q, own) = (operands.floats(0)?, operands.floats(1)?);
     let (lse, delta, dout) = (operands.floats(4)?, operands.floats(5)?, operands.floats(6)?);
-    let k = Past { own, cached: pages(operands, attrs, 7, 9)? };
-    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, 8, 9)? };
+    let (sinks, rest) = sinks(operands, attrs, 7)?;
+    let k = Past { own, cached: pages(operands, attrs, rest, rest + 2)? };
+    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, rest + 1, rest + 2)? };
     let all: Vec<Pages<'_>> = k.cached.into_iter().chain(v.cached).collect();
     let sequences = sequences(operands, operands.ints(3)?, q.dim(0), &all)?;
-    let logits = Logits { attrs, q, k, sequences };
+    let logits = Logits { attrs, q, k, sinks, sequences };
     let scale = f64::from(attrs.scale.get());
     let mut out = operands.zeros(shape)?;
     let width = shape.cols();
     for query in logits.queries() {
         let at = query.row * q.dim(1) + query.head;
         let (q, dout) = (logits.q(&query), dout.row(at));
+        if let (AttentionOperand::Sinks, Some(sink)) = (wrt, logits.sink(&query)) {
+            out[query.head] -= (sink - lse.data[at]).exp() * delta.data[at];
+            continue;
+        }
         for position in query.sees.clone() {
             let (logit, capped) = logits.logit(&query, position);
             let p = (logit - lse.data[at]).exp();
             let v = v.at(query.sequence, position, query.key_head);
             let ds = p * (dot(dout, v) - delta.data[at]) * capped;
-            // Cached positions have no row of their own to receive a gradient.
-            let row = position
-                .checked_sub(query.sequence.cached)
-                .map(|r| (query.sequence.first + r) * own.dim(1) + query.key_head);
-            match (wrt, row) {
+            let (cached, row) = logits.k.place(query.sequence, position, query.key_head);
+            match (wrt, cached) {
                 (AttentionOperand::Q, _) => {
                     let k = logits.k.at(query.sequence, position, query.key_head);
                     (0..width).for_each(|i| out[at * width + i] += scale * ds * k[i]);
                 }
-                (AttentionOperand::K, Some(row)) => {
+                (AttentionOperand::K, false) | (AttentionOperand::KPages, true) => {
                     (0..width).for_each(|i| out[row * width + i] += scale * ds * q[i]);
                 }
-                (AttentionOperand::V, Some(row)) => {
+                (AttentionOperand::V, false) | (AttentionOperand::VPages, true) => {
                     (0..width).for_each(|i| out[row * width + i] += p * dout[i]);
                 }
-                (AttentionOperand::K | AttentionOperand::V, None) => {}
+                _ => {}
             }
         }
     }

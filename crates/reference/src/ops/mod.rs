@@ -168,7 +168,7 @@ pub(crate) fn compute(
         Op::SsmScanBack { parts } => recurrent::scan_back(operands, *parts, shape),
         Op::GatedDeltaRule(attrs) => recurrent::delta(operands, attrs, shape),
         Op::GatedDeltaRuleBack(attrs) => recurrent::delta_back(operands, attrs, shape),
-        Op::CrossEntropy => loss::cross_entropy(operands),
-        Op::CrossEntropyBack => loss::cross_entropy_back(operands),
+        Op::CrossEntropy(attrs) => loss::cross_entropy(operands, attrs),
+        Op::CrossEntropyBack(attrs) => loss::cross_entropy_back(operands, attrs),
     }
 }

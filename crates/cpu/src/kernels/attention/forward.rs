@@ -41,8 +41,16 @@ impl<const VALUES: bool> Task for Forward<'_, VALUES> {
             let first = rows.start.max(seq.first);
             let end = rows.end.min(seq.first + seq.rows);
             let count = (end - first) * heads.len();
+            // A sink is a logit that every row begins with.
             self.buffers.maxima[..count].fill(f32::NEG_INFINITY);
             self.buffers.sums[..count].fill(0.0);
+            if let Some(sinks) = o.sinks {
+                for i in 0..count {
+                    let sink = sinks[heads.start + i % heads.len()];
+                    self.buffers.maxima[i] = sink;
+                    self.buffers.sums[i] = if sink == f32::NEG_INFINITY { 0.0 } else { 1.0 };
+                }
+            }
             let (lowest, last) = (o.first_seen(seq.position(first)), seq.position(end - 1));
             for base in (lowest / KEYS * KEYS..=last).step_by(KEYS) {
                 let range = lowest.max(base) - base..(last + 1 - base).min(KEYS);
@@ -118,6 +126,7 @@ impl<const VALUES: bool> Forward<'_, VALUES> {
         let mut q = [std::ptr::null(); CHUNK];
         let mut to = [std::ptr::null_mut(); CHUNK];
         let mut ranges: [_; CHUNK] = std::array::from_fn(|_| 0..0);
+        let mut queries = [(0, 0); CHUNK];
         for (r, i) in rows.clone().enumerate() {
             let (row, head) = (first + i / heads, head + i % heads);
             q[r] = o.q.at(row, head);
@@ -125,6 +134,7 @@ impl<const VALUES: bool> Forward<'_, VALUES> {
             let position = seq.position(row);
             let start = o.first_seen(position).max(base) - base;
             ranges[r] = start..(position + 1 - base).min(KEYS);
+            queries[r] = (position, head);
         }
         let logits = Logits::new(o);
         let weights = &mut self.buffers.coefficients[..CHUNK * KEYS];
@@ -133,13 +143,18 @@ impl<const VALUES: bool> Forward<'_, VALUES> {
         for (r, i) in rows.enumerate() {
             let weights = weights[r * KEYS..][..KEYS].as_mut_ptr();
             let (start, end) = (ranges[r].start, ranges[r].end);
+            let (position, slope) = (queries[r].0, logits.bias(queries[r].1));
             // SAFETY: a slice of 32 elements.
             unsafe {
                 let low = s.between(start, end);
                 let high = s.between(start.saturating_sub(LANES), end.saturating_sub(LANES));
                 let hidden = s.splat(f32::NEG_INFINITY);
-                let a = s.select(low, logits.value(s, s.load(weights)), hidden);
-                let b = s.select(high, logits.value(s, s.load(weights.add(LANES))), hidden);
+                let a = logits.value(s, s.load(weights));
+                let a = logits.biased(s, a, slope, position, base);
+                let a = s.select(low, a, hidden);
+                let b = logits.value(s, s.load(weights.add(LANES)));
+                let b = logits.biased(s, b, slope, position, base + LANES);
+                let b = s.select(high, b, hidden);
                 let old = self.buffers.maxima[i];
                 let tile_max = s.reduce_max(s.max(a, b));
                 let max = if old > tile_max { old } else { tile_max };

@@ -7,6 +7,8 @@
 //! row does not see is selected away, and a tile that it sees nothing of leaves it untouched, so
 //! a row's bits do not depend on the rows beside it or on where its keys are stored.
 
+#[cfg(test)]
+mod against_naive;
 mod back;
 mod forward;
 #[cfg(test)]
@@ -20,6 +22,7 @@ use graph::{AttentionAttrs, AttentionOperand, Call, DType, Op, Unsupported};
 use self::tile::{CHUNK, KEYS, Pages};
 use super::{Support, Tiles, dense, dense_last, memory, needs};
 use crate::job::{Input, Job, Scratch};
+use crate::simd::LANES;
 
 /// The most query rows of a tile; keys are transposed once for all of them.
 const QUERY_ROWS: usize = 32;
@@ -35,18 +38,21 @@ const TILE_WORK: usize = 1 << 27;
 struct Places {
     values: Option<usize>,
     seqs: usize,
+    sinks: Option<usize>,
     /// The first of the prefix' operands.
     prefix: Option<usize>,
 }
 
 fn attrs(op: &Op) -> Option<(&AttentionAttrs, Places)> {
-    let (attrs, values, seqs, prefix) = match op {
+    let (attrs, values, seqs, rest) = match op {
         Op::Attention(attrs) => (attrs, Some(2), 3, 4),
         Op::AttentionStats(attrs) => (attrs, None, 2, 3),
         Op::AttentionBack { attrs, .. } => (attrs, Some(2), 3, 7),
         _ => return None,
     };
-    Some((attrs, Places { values, seqs, prefix: attrs.prefix.then_some(prefix) }))
+    let sinks = attrs.sinks.then_some(rest);
+    let prefix = attrs.prefix.then_some(rest + usize::from(attrs.sinks));
+    Some((attrs, Places { values, seqs, sinks, prefix }))
 }
 
 /// Heads of any strides with dense elements; dense indices, statistics and pages.
@@ -63,6 +69,9 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
         dense(call, 4, DType::F32)?;
         dense(call, 5, DType::F32)?;
         dense_last(call, 6)?;
+    }
+    if let Some(at) = places.sinks {
+        dense(call, at, DType::F32)?;
     }
     let (mut converted, mut cached) = (0, 0);
     if let Some(at) = places.prefix {
@@ -220,6 +229,8 @@ struct Operands<'a> {
     k: Heads,
     v: Option<Heads>,
     seqs: &'a [i32],
+    /// A logit for each query head.
+    sinks: Option<&'a [f32]>,
     prefix: Option<Prefix<'a>>,
     rows: usize,
     heads: usize,
@@ -255,6 +266,8 @@ impl<'a> Operands<'a> {
             k: Heads::new(&k),
             v: v.map(|v| Heads::new(&v)),
             seqs: seqs.ints(),
+            // SAFETY: `supports` asked for a dense f32 operand.
+            sinks: places.sinks.map(|i| unsafe { job.input(i).slice::<f32>() }),
             prefix,
             rows,
             heads,
@@ -280,19 +293,13 @@ impl<'a> Operands<'a> {
     /// The first position that a row at `position` sees.
     #[inline(always)]
     fn first_seen(&self, position: usize) -> usize {
-        match self.attrs.window {
-            Some(window) => (position + 1).saturating_sub(window as usize),
-            None => 0,
-        }
+        self.attrs.first_seen(position)
     }
 
     /// One past the last position whose row sees `position`.
     #[inline(always)]
     fn last_seeing(&self, position: usize) -> usize {
-        match self.attrs.window {
-            Some(window) => position.saturating_add(window as usize),
-            None => usize::MAX,
-        }
+        self.attrs.last_seeing(position)
     }
 }
 
@@ -365,6 +372,11 @@ pub(super) fn tiles(job: &Job<'_>) -> usize {
         Op::AttentionBack { wrt: AttentionOperand::K | AttentionOperand::V, .. } => {
             o.rows.div_ceil(KEYS) * o.key_heads
         }
+        Op::AttentionBack { wrt: AttentionOperand::KPages | AttentionOperand::VPages, .. } => {
+            let [pages, page] = [0, 1].map(|i| job.out.shape.dim(i));
+            pages * page.div_ceil(KEYS) * o.key_heads
+        }
+        Op::AttentionBack { wrt: AttentionOperand::Sinks, .. } => o.heads.div_ceil(LANES),
         _ => o.blocks.count(),
     }
 }
@@ -376,11 +388,18 @@ pub(super) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         Op::AttentionBack { wrt: AttentionOperand::Q, .. } => {
             job.isa.run(back::BackQ { job, o: &operands, tile, buffers });
         }
-        Op::AttentionBack { wrt: AttentionOperand::K, .. } => {
-            job.isa.run(back::BackKey::<true> { job, o: &operands, tile, buffers });
+        Op::AttentionBack { wrt: AttentionOperand::Sinks, .. } => {
+            job.isa.run(back::BackSinks { job, o: &operands, tile });
         }
-        Op::AttentionBack { wrt: AttentionOperand::V, .. } => {
-            job.isa.run(back::BackKey::<false> { job, o: &operands, tile, buffers });
+        Op::AttentionBack { wrt, .. } => {
+            let o = &operands;
+            let pages = matches!(wrt, AttentionOperand::KPages | AttentionOperand::VPages);
+            match wrt {
+                AttentionOperand::K | AttentionOperand::KPages => {
+                    job.isa.run(back::BackKey::<true> { job, o, tile, buffers, pages });
+                }
+                _ => job.isa.run(back::BackKey::<false> { job, o, tile, buffers, pages }),
+            }
         }
         Op::AttentionStats(_) => {
             job.isa.run(forward::Forward::<false> { job, o: &operands, tile, buffers });

@@ -17,6 +17,7 @@ struct Sequence {
     v: Vec<f32>,
 }
 
+#[derive(Clone)]
 struct Setup {
     heads: usize,
     key_heads: usize,
@@ -24,6 +25,8 @@ struct Setup {
     value_width: usize,
     attrs: AttentionAttrs,
     cache: DType,
+    /// One for each head, if there are any.
+    sinks: Vec<f32>,
 }
 
 impl Setup {
@@ -112,6 +115,10 @@ fn build(cpu: &Cpu, s: &Setup, parts: &[Part<'_>], page: usize, random: &mut Ran
     let k = case.floats("k", &[rows, s.key_heads, s.width], &k);
     let v = case.floats("v", &[rows, s.key_heads, s.value_width], &v);
     let seqs = case.ints("seqs", &[count, 3], &seqs);
+    let sinks = match s.attrs.sinks {
+        true => Some(case.floats("sinks", &[s.heads], &s.sinks)),
+        false => None,
+    };
     let mut prefix = Vec::new();
     if s.attrs.prefix {
         let k_pages = through(cpu, s.cache, s.width, &k_pages).0;
@@ -122,7 +129,7 @@ fn build(cpu: &Cpu, s: &Setup, parts: &[Part<'_>], page: usize, random: &mut Ran
             case.ints("table", &[count, columns], &table),
         ];
     }
-    Built { case, q, k, v, seqs, prefix, starts, rows }
+    Built { case, q, k, v, seqs, sinks, prefix, starts, rows }
 }
 
 struct Built {
@@ -131,6 +138,7 @@ struct Built {
     k: NodeId,
     v: NodeId,
     seqs: NodeId,
+    sinks: Option<NodeId>,
     prefix: Vec<NodeId>,
     starts: Vec<usize>,
     rows: usize,
@@ -139,11 +147,12 @@ struct Built {
 impl Built {
     fn forward(&mut self, attrs: AttentionAttrs) -> [NodeId; 2] {
         let mut args = vec![self.q, self.k, self.v, self.seqs];
+        args.extend(self.sinks);
         args.extend(&self.prefix);
         let out = self.case.graph.push(Op::Attention(attrs), &args, "attention").unwrap();
         args.remove(2);
         if attrs.prefix {
-            args.remove(4);
+            args.remove(4 + usize::from(attrs.sinks));
         }
         let lse = self.case.graph.push(Op::AttentionStats(attrs), &args, "stats").unwrap();
         [out, lse]
@@ -152,6 +161,7 @@ impl Built {
     fn back(&mut self, attrs: AttentionAttrs, given: [NodeId; 3]) -> [NodeId; 3] {
         let mut args = vec![self.q, self.k, self.v, self.seqs];
         args.extend(given);
+        args.extend(self.sinks);
         args.extend(&self.prefix);
         [AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V].map(|wrt| {
             let op = Op::AttentionBack { attrs, wrt };
@@ -161,10 +171,17 @@ impl Built {
 }
 
 fn setups() -> Vec<Setup> {
-    let attrs =
-        AttentionAttrs { scale: Real::new(0.25), window: None, softcap: None, prefix: true };
+    let attrs = AttentionAttrs { prefix: true, ..AttentionAttrs::new(0.25) };
     let f32 = DType::F32;
-    let plain = Setup { heads: 4, key_heads: 2, width: 32, value_width: 64, attrs, cache: f32 };
+    let plain = Setup {
+        heads: 4,
+        key_heads: 2,
+        width: 32,
+        value_width: 64,
+        attrs,
+        cache: f32,
+        sinks: Vec::new(),
+    };
     let mut all = vec![Setup {
         heads: 3,
         key_heads: 3,
@@ -172,6 +189,7 @@ fn setups() -> Vec<Setup> {
         value_width: 36,
         attrs: AttentionAttrs { window: Some(40), ..attrs },
         cache: f32,
+        sinks: Vec::new(),
     }];
     for (i, cache) in CACHES.into_iter().enumerate() {
         all.push(Setup {
@@ -182,7 +200,26 @@ fn setups() -> Vec<Setup> {
             },
             cache,
             key_heads: [2, 4, 1, 2][i],
-            ..plain
+            sinks: Vec::new(),
+            ..plain.clone()
+        });
+    }
+    let alibi = Some(Real::new(4.0));
+    for (i, cache) in CACHES.into_iter().enumerate() {
+        all.push(Setup {
+            attrs: AttentionAttrs {
+                window: [None, None, None, Some(20)][i],
+                chunk: [None, Some(48), None, Some(27)][i],
+                softcap: [None, None, Some(Real::new(3.0)), Some(Real::new(5.0))][i],
+                alibi: [None, None, alibi, alibi][i],
+                sinks: i != 2,
+                ..attrs
+            },
+            cache,
+            heads: [4, 4, 6, 4][i],
+            key_heads: [2, 4, 2, 1][i],
+            sinks: vec![0.5, -1.0, 3.0, f32::NEG_INFINITY],
+            ..plain.clone()
         });
     }
     all
@@ -199,6 +236,7 @@ fn naive(s: &Setup, seq: &Sequence) -> (Vec<f64>, Vec<f64>) {
             };
             let q = at(&seq.q, s.width, s.heads, i, h);
             let first = s.attrs.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
+            let first = s.attrs.chunk.map_or(first, |c| first.max(i / c as usize * c as usize));
             let mut weights = Vec::new();
             for j in first..=i {
                 let k = at(&seq.k, s.width, s.key_heads, j, h / group);
@@ -208,12 +246,23 @@ fn naive(s: &Setup, seq: &Sequence) -> (Vec<f64>, Vec<f64>) {
                     let cap = f64::from(cap.get());
                     logit = cap * (logit / cap).tanh();
                 }
+                if let Some(bias) = s.attrs.alibi {
+                    // Of 4 heads all, of 6 the last two are between.
+                    let steps = [1.0, 2.0, 3.0, 4.0, 0.5, 1.5];
+                    let slope = (-f64::from(bias.get()) * steps[h] / 4.0).exp2();
+                    logit -= slope * (i - j) as f64;
+                }
                 weights.push(logit);
+            }
+            let values = weights.len();
+            if s.attrs.sinks {
+                weights.push(f64::from(s.sinks[h]));
             }
             let max = weights.iter().copied().fold(f64::MIN, f64::max);
             let sum: f64 = weights.iter().map(|w| (w - max).exp()).sum();
             stats.push(max + sum.ln());
             let mut result = vec![0.0; s.value_width];
+            weights.truncate(values);
             for (j, w) in (first..=i).zip(weights) {
                 let p = (w - max).exp() / sum;
                 let v = at(&seq.v, s.value_width, s.key_heads, j, h / group);
@@ -304,7 +353,7 @@ fn sequences_without_pages_are_the_same() {
         let mut paged = build(&cpu, s, &[part], 16, &mut Random(1));
         let nodes = paged.forward(s.attrs(true));
         let a = paged.case.run(&cpu, &nodes).unwrap();
-        let bare = Setup { attrs: s.attrs(false), ..*s };
+        let bare = Setup { attrs: s.attrs(false), ..s.clone() };
         let mut built = build(&cpu, &bare, &[part], 16, &mut Random(1));
         let nodes = built.forward(bare.attrs);
         assert!(a == built.case.run(&cpu, &nodes).unwrap());

@@ -532,13 +532,57 @@ impl Task for AddRow<'_> {
 pub(super) struct Logits {
     scale: f32,
     softcap: Option<f32>,
+    /// ALiBi's largest bias, where it adds anything.
+    alibi: Option<f32>,
+    heads: usize,
 }
+
+/// 0, 1, 2 ...
+const COUNT: [f32; LANES] = {
+    let mut all = [0.0; LANES];
+    let mut i = 0;
+    while i < LANES {
+        all[i] = i as f32;
+        i += 1;
+    }
+    all
+};
 
 impl Logits {
     pub(super) fn new(o: &Operands<'_>) -> Logits {
-        Logits { scale: o.attrs.scale.get(), softcap: o.attrs.softcap.map(|c| c.get()) }
+        Logits {
+            scale: o.attrs.scale.get(),
+            softcap: o.attrs.softcap.map(|c| c.get()),
+            alibi: o.attrs.alibi.map(|b| b.get()).filter(|b| *b > 0.0),
+            heads: o.heads,
+        }
     }
 
+    /// The slope of a query head's bias, if there is one.
+    #[inline(always)]
+    pub(super) fn bias(self, head: usize) -> Option<f32> {
+        self.alibi.map(|bias| graph::alibi_slope(bias, head, self.heads))
+    }
+
+    /// Adds `-slope (position - key)` to the logits of 16 keys from position `key` on. Those
+    /// after `position`, which no one sees, get something.
+    #[inline(always)]
+    pub(super) fn biased<S: Simd>(
+        self,
+        s: S,
+        logit: S::F32,
+        slope: Option<f32>,
+        position: usize,
+        key: usize,
+    ) -> S::F32 {
+        let Some(slope) = slope else { return logit };
+        let nearest = position as i64 - key as i64;
+        // SAFETY: 16 elements.
+        let count = unsafe { s.load(COUNT.as_ptr()) };
+        s.fnma(s.splat(slope), s.sub(s.splat(nearest as f32), count), logit)
+    }
+
+    /// The logit without its bias.
     #[inline(always)]
     pub(super) fn value<S: Simd>(self, s: S, dot: S::F32) -> S::F32 {
         let logit = s.mul(dot, s.splat(self.scale));
@@ -551,7 +595,7 @@ impl Logits {
         }
     }
 
-    /// `scale`, times `1 - (logit / cap)^2`.
+    /// `scale`, times `1 - (logit / cap)^2`, of a logit without its bias.
     #[inline(always)]
     pub(super) fn slope<S: Simd>(self, s: S, logit: S::F32) -> S::F32 {
         let scale = s.splat(self.scale);

@@ -1,8 +1,9 @@
 //! Cases of attention.
 //!
 //! The first row of a sequence without a prefix sees one key, so the gradient of its query is
-//! zero but for rounding, and so are all where a window is one row wide. Such elements are few
-//! in every case, or not asked for.
+//! zero but for rounding, and so are all where a window is one row wide and those of the rows
+//! that begin a chunk. Such elements are few in every case, or not asked for; with a sink none
+//! is zero.
 
 use gguf::TensorType;
 use graph::{
@@ -13,7 +14,7 @@ use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View, Wider};
 
 /// No window, cap or prefix; the scale of heads 8 wide.
 pub fn plain() -> AttentionAttrs {
-    AttentionAttrs { scale: 0.353_6.into(), window: None, softcap: None, prefix: false }
+    AttentionAttrs::new(0.353_6)
 }
 
 const Q8_0: DType = DType::Block(TensorType::Q8_0);
@@ -24,13 +25,18 @@ struct Cache {
     dtype: DType,
     /// Positions per page.
     page: usize,
+    /// Whether all sequences read the same pages, as those of one prompt do.
+    shared: bool,
 }
 
 /// What a case's operands look like.
 #[derive(Copy, Clone)]
 struct Setup {
     window: Option<u32>,
+    chunk: Option<u32>,
     softcap: Option<f32>,
+    alibi: Option<f32>,
+    sinks: bool,
     /// Query heads and key heads.
     heads: (usize, usize),
     /// Widths of keys and of values.
@@ -45,7 +51,10 @@ struct Setup {
 /// One sequence, two query heads for each key head.
 const BASE: Setup = Setup {
     window: None,
+    chunk: None,
     softcap: None,
+    alibi: None,
+    sinks: false,
     heads: (4, 2),
     widths: (8, 8),
     rows: 14,
@@ -65,7 +74,7 @@ const PACKED: Setup = Setup {
 const CONTINUED: Setup = Setup {
     rows: 22,
     seqs: &[[13, 5, 4], [1, 7, 9], [8, 1, 1], [10, 0, 3], [9, 3, 0]],
-    cache: Some(Cache { dtype: DType::F32, page: 4 }),
+    cache: Some(Cache { dtype: DType::F32, page: 4, shared: false }),
     ..BASE
 };
 
@@ -75,17 +84,28 @@ struct Operands {
     k: NodeId,
     v: NodeId,
     seqs: NodeId,
+    sinks: Option<NodeId>,
     /// Pages of keys and of values, and the table.
     prefix: Vec<NodeId>,
+}
+
+impl Operands {
+    /// What comes after the operands that all attention has.
+    fn rest(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.sinks.into_iter().chain(self.prefix.iter().copied())
+    }
 }
 
 impl Setup {
     fn attrs(&self) -> AttentionAttrs {
         AttentionAttrs {
-            scale: (1.0 / (self.widths.0 as f32).sqrt()).into(),
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap.map(Into::into),
+            alibi: self.alibi.map(Into::into),
+            sinks: self.sinks,
             prefix: self.cache.is_some(),
+            ..AttentionAttrs::new(1.0 / (self.widths.0 as f32).sqrt())
         }
     }
 
@@ -95,44 +115,54 @@ impl Setup {
         let k = g.viewed("k", &[self.rows, hkv, width], self.view, Fill::Signed)?;
         let v = g.viewed("v", &[self.rows, hkv, v_width], self.view, Fill::Signed)?;
         let seqs = g.ints("seqs", &[self.seqs.len(), 3], self.seqs.as_flattened())?;
+        let sinks = match self.sinks {
+            true => Some(g.float("sinks", &[hq], Fill::Signed)?),
+            false => None,
+        };
         let prefix = match self.cache {
             None => Vec::new(),
             Some(cache) => self.prefix(g, cache)?,
         };
-        Ok(Operands { attrs: self.attrs(), q, k, v, seqs, prefix })
+        if self.chunk.is_some() && !self.sinks {
+            g.expect(q, Expected::Nothing);
+        }
+        Ok(Operands { attrs: self.attrs(), q, k, v, seqs, sinks, prefix })
     }
 
     /// Pages in an order that is not the table's, with one that nobody uses.
     fn prefix(&self, g: &mut CaseGraph, cache: Cache) -> Result<Vec<NodeId>, Invalid> {
         let pages_of = |cached: i32| usize::try_from(cached).unwrap_or(0).div_ceil(cache.page);
         let columns = self.seqs.iter().map(|s| pages_of(s[2])).max().unwrap_or(0).max(1);
-        let used: usize = self.seqs.iter().map(|s| pages_of(s[2])).sum();
+        let used = match cache.shared {
+            true => columns,
+            false => self.seqs.iter().map(|s| pages_of(s[2])).sum(),
+        };
         let mut table = vec![0; self.seqs.len() * columns];
         let mut next = used as i32;
         for (row, seq) in table.chunks_mut(columns).zip(self.seqs) {
+            if cache.shared {
+                next = used as i32;
+            }
             for page in row.iter_mut().take(pages_of(seq[2])) {
                 *page = next;
                 next -= 1;
             }
         }
         let ((_, hkv), (width, v_width)) = (self.heads, self.widths);
-        let refused = g.refused();
         let mut pages = Vec::new();
         for (name, width) in [("k pages", width), ("v pages", v_width)] {
             let dims = [used + 1, cache.page, hkv, width];
-            let node = g.float_of(name, &dims, cache.dtype, Fill::Signed)?;
-            g.expect(node, refused);
-            pages.push(node);
+            pages.push(g.float_of(name, &dims, cache.dtype, Fill::Signed)?);
         }
         pages.push(g.ints("table", &[self.seqs.len(), columns], &table)?);
         Ok(pages)
     }
 
     fn attention(&self, g: &mut CaseGraph) -> Made {
-        let Operands { attrs, q, k, v, seqs, prefix } = self.operands(g)?;
-        let mut args = vec![q, k, v, seqs];
-        args.extend(prefix);
-        g.graph.push(Op::Attention(attrs), &args, "y")
+        let o = self.operands(g)?;
+        let mut args = vec![o.q, o.k, o.v, o.seqs];
+        args.extend(o.rest());
+        g.graph.push(Op::Attention(o.attrs), &args, "y")
     }
 }
 
@@ -172,24 +202,95 @@ fn setups() -> Vec<(String, Setup)> {
     }
     for dtype in [DType::F32, DType::F16, DType::BF16, Q8_0] {
         for page in [1, 5, 16] {
-            let cache = Some(Cache { dtype, page });
+            let cache = Some(Cache { dtype, page, shared: false });
             let widths = (32, 64);
             add(&format!("{dtype} pages of {page}"), Setup { cache, widths, ..CONTINUED });
         }
-        let cache = Some(Cache { dtype, page: 8 });
+        let cache = Some(Cache { dtype, page: 8, shared: false });
         let (widths, window) = ((32, 32), Some(6));
         let (rows, seqs): (usize, &[[i32; 3]]) = (6, &[[0, 1, 30], [1, 4, 3], [5, 1, 16]]);
         add(
             &format!("{dtype} pages, one row each, and a window"),
             Setup { cache, widths, window, rows, seqs, ..BASE },
         );
+        let cache = Some(Cache { dtype, page: 3, shared: true });
+        let widths = (32, 32);
+        add(&format!("{dtype} pages that all share"), Setup { cache, widths, ..CONTINUED });
     }
+    additions(&mut add);
     all
+}
+
+/// Setups of chunks, sinks and biases, alone and together.
+fn additions(add: &mut impl FnMut(&str, Setup)) {
+    let long = Setup { rows: 40, seqs: &[[0, 40, 0]], ..BASE };
+    for chunk in [3, 8, 33] {
+        let name = format!("chunks of {chunk}");
+        let chunk = Some(chunk);
+        add(&name, Setup { chunk, ..long });
+        add(&format!("{name}, packed"), Setup { chunk, ..PACKED });
+        add(&format!("{name}, prefixes"), Setup { chunk, ..CONTINUED });
+        let sinks = true;
+        add(&format!("{name}, sinks"), Setup { chunk, sinks, ..long });
+        add(&format!("{name}, sinks, prefixes"), Setup { chunk, sinks, ..CONTINUED });
+    }
+    for heads in [(1, 1), (8, 8), (8, 2), (8, 1), (20, 4)] {
+        let name = format!("{} heads on {} with sinks", heads.0, heads.1);
+        let sinks = true;
+        add(&name, Setup { sinks, heads, ..BASE });
+        add(&format!("{name}, packed"), Setup { sinks, heads, ..PACKED });
+        add(&format!("{name}, prefixes"), Setup { sinks, heads, ..CONTINUED });
+    }
+    for (bias, heads) in [(8.0, (8, 8)), (8.0, (8, 2)), (4.0, (6, 3)), (2.5, (1, 1)), (0.0, (4, 2))]
+    {
+        let name = format!("biases of {bias} for {} heads on {}", heads.0, heads.1);
+        let alibi = Some(bias);
+        add(&name, Setup { alibi, heads, ..BASE });
+        add(&format!("{name}, packed"), Setup { alibi, heads, ..PACKED });
+        add(&format!("{name}, prefixes"), Setup { alibi, heads, ..CONTINUED });
+    }
+    let sinks = true;
+    let (alibi, softcap, window, chunk) = (Some(8.0), Some(1.5), Some(6), Some(8));
+    let pairs = [
+        ("sinks and a cap", Setup { sinks, softcap, ..BASE }),
+        ("sinks and a window of one", Setup { sinks, window: Some(1), ..BASE }),
+        ("sinks and a window", Setup { sinks, window, ..BASE }),
+        ("sinks and biases", Setup { sinks, alibi, ..BASE }),
+        ("biases and a cap", Setup { alibi, softcap, ..BASE }),
+        ("biases and a window", Setup { alibi, window, ..BASE }),
+        ("biases and chunks", Setup { alibi, chunk, ..BASE }),
+        ("a cap and chunks", Setup { softcap, chunk, ..BASE }),
+        ("a window and chunks", Setup { window, chunk, ..BASE }),
+        ("everything", Setup { alibi, softcap, window, chunk, sinks, ..BASE }),
+    ];
+    for (name, setup) in pairs {
+        add(name, setup);
+        add(&format!("{name}, packed"), Setup { rows: 36, seqs: PACKED.seqs, ..setup });
+        let Setup { rows, seqs, cache, .. } = CONTINUED;
+        if setup.window == Some(1) {
+            continue; // no one sees a page
+        }
+        add(&format!("{name}, prefixes"), Setup { rows, seqs, cache, ..setup });
+    }
+    for (i, dtype) in [DType::F32, DType::F16, DType::BF16, Q8_0].into_iter().enumerate() {
+        let (heads, widths) = ([(8, 8), (8, 2), (8, 1), (4, 2)][i], (32, 64));
+        let everything = Setup { alibi, softcap, window, chunk, sinks, heads, widths, ..CONTINUED };
+        let shared = i % 2 == 0;
+        let cache = Some(Cache { dtype, page: 5, shared });
+        add(&format!("everything, {dtype} pages"), Setup { cache, ..everything });
+        // Pages longer than a tile of keys, of which one is full and one begun.
+        let cache = Some(Cache { dtype, page: 40, shared: false });
+        let seqs: &[[i32; 3]] = &[[0, 5, 37], [5, 3, 70]];
+        add(
+            &format!("everything, long {dtype} pages"),
+            Setup { cache, seqs, rows: 8, chunk: Some(33), window: Some(36), ..everything },
+        );
+    }
 }
 
 /// Setups whose sequences are not where they can be.
 fn outside() -> Vec<(&'static str, Setup)> {
-    let cache = Some(Cache { dtype: DType::F32, page: 4 });
+    let cache = Some(Cache { dtype: DType::F32, page: 4, shared: false });
     vec![
         ("rows beyond the last", Setup { seqs: &[[0, 4, 0], [10, 5, 0]], ..BASE }),
         ("rows before the first", Setup { seqs: &[[-1, 4, 0]], ..BASE }),
@@ -209,7 +310,7 @@ pub fn attention(c: &mut Cases) {
         c.add_outside(name, move |g| setup.attention(g));
     }
     c.add_outside("a page that is not there", |g| {
-        let Operands { attrs, q, k, v, seqs, prefix } = CONTINUED.operands(g)?;
+        let Operands { attrs, q, k, v, seqs, prefix, .. } = CONTINUED.operands(g)?;
         let &[k_pages, v_pages, _] = prefix.as_slice() else {
             return Err(Invalid::new("a prefix has three operands"));
         };
@@ -230,7 +331,7 @@ pub fn attention(c: &mut Cases) {
     for view in [View::Columns, View::Rows, View::Transposed, View::TransposedColumns] {
         c.add(format!("{view:?}"), move |g| {
             g.cotangent_viewed(&[14, 4, 8], view)?;
-            Setup { view, ..BASE }.attention(g)
+            Setup { view, sinks: true, ..BASE }.attention(g)
         });
     }
     c.add("one tensor is all of q, k and v", |g| {
@@ -325,7 +426,7 @@ pub fn stats(c: &mut Cases) {
 }
 
 fn statistics(g: &mut CaseGraph, setup: Setup) -> Made {
-    let Operands { attrs, q, k, seqs, prefix, .. } = setup.operands(g)?;
+    let Operands { attrs, q, k, seqs, sinks, prefix, .. } = setup.operands(g)?;
     let refused = g.refused();
     g.expect_all(refused);
     // Not read, so not in the graph's output.
@@ -333,22 +434,25 @@ fn statistics(g: &mut CaseGraph, setup: Setup) -> Made {
         g.expect(leaf, Expected::Nothing);
     }
     let mut args = vec![q, k, seqs];
+    args.extend(sinks);
     args.extend(prefix.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, node)| node));
     g.graph.push(Op::AttentionStats(attrs), &args, "y")
 }
 
 /// A gradient op by itself, on statistics that are as if from elsewhere.
 fn gradient(g: &mut CaseGraph, setup: Setup, wrt: AttentionOperand) -> Made {
-    let Operands { attrs, q, k, v, seqs, prefix } = setup.operands(g)?;
+    let o = setup.operands(g)?;
     let (rows, heads) = (setup.rows, setup.heads.0);
     let lse = g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?;
-    let delta = g.float("delta", &[rows, heads], Fill::Signed)?;
+    // Of one sign where all rows add up, so that the sum does not cancel.
+    let of_rows = if wrt == AttentionOperand::Sinks { Fill::POSITIVE } else { Fill::Signed };
+    let delta = g.float("delta", &[rows, heads], of_rows)?;
     let dout = g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?;
     let refused = g.refused();
     g.expect_all(refused);
-    let mut args = vec![q, k, v, seqs, lse, delta, dout];
-    args.extend(prefix);
-    g.graph.push(Op::AttentionBack { attrs, wrt }, &args, "y")
+    let mut args = vec![o.q, o.k, o.v, o.seqs, lse, delta, dout];
+    args.extend(o.rest());
+    g.graph.push(Op::AttentionBack { attrs: o.attrs, wrt }, &args, "y")
 }
 
 pub fn back(c: &mut Cases) {
@@ -356,7 +460,10 @@ pub fn back(c: &mut Cases) {
         c.add_outside(name, move |g| gradient(g, setup, AttentionOperand::K));
     }
     for (name, setup) in setups() {
-        for wrt in [AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V] {
+        use AttentionOperand::{K, KPages, Q, Sinks, V, VPages};
+        let sinks: &[_] = if setup.sinks { &[Sinks] } else { &[] };
+        let pages: &[_] = if setup.cache.is_some() { &[KPages, VPages] } else { &[] };
+        for &wrt in [&[Q, K, V], sinks, pages].into_iter().flatten() {
             c.add(format!("{wrt:?}, {name}"), move |g| gradient(g, setup, wrt));
         }
     }

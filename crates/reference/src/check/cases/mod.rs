@@ -131,8 +131,8 @@ ops! {
     Op::SsmScanBack { .. } => "SsmScanBack", recurrent::scan_back;
     Op::GatedDeltaRule(_) => "GatedDeltaRule", recurrent::delta;
     Op::GatedDeltaRuleBack(_) => "GatedDeltaRuleBack", recurrent::delta_back;
-    Op::CrossEntropy => "CrossEntropy", loss::cross_entropy;
-    Op::CrossEntropyBack => "CrossEntropyBack", loss::cross_entropy_back;
+    Op::CrossEntropy(_) => "CrossEntropy", loss::cross_entropy;
+    Op::CrossEntropyBack(_) => "CrossEntropyBack", loss::cross_entropy_back;
 }
 
 /// The names of all ops, in the order of [`Op`].
