@@ -179,3 +179,27 @@ fn finds_planning_mistakes() {
     bad.steps[2].out.place = Place::Arena { start: bad.arena_bytes, len: 16 };
     assert!(run(&bad).unwrap_err().message.contains("outside of the arena"));
 }
+
+/// A value without elements may begin where one with elements does, and leaves it alone.
+#[test]
+fn a_value_without_elements_hides_no_other() {
+    let mut g = Graph::new();
+    let x = g.leaf("x", shape(&[4]), DType::F32).unwrap();
+    let nothing = g.leaf("nothing", shape(&[0]), DType::F32).unwrap();
+    let a = g.unary(Unary::Exp, x).unwrap();
+    let b = g.unary(Unary::Exp, nothing).unwrap();
+    let y = g.unary(Unary::Tanh, a).unwrap();
+    let plan = plan(&g, &[y, b], &Reference).unwrap();
+    let place = |node| plan.steps.iter().find(|s| s.node == node).unwrap().out.place;
+    let starts = [a, b].map(|node| match place(node) {
+        Place::Arena { start, .. } => Some(start),
+        Place::Leaf(_) => None,
+    });
+    assert_eq!(starts, [Some(0); 2]);
+    let host = bytes(&X);
+    let leaf = |l: &LeafSlot| Leaf::Host(if l.node == x { &host } else { &[] });
+    let leaves: Vec<Leaf<'_>> = plan.leaves.iter().map(leaf).collect();
+    let mut arena = Reference.arena(plan.arena_bytes).unwrap();
+    let done = Reference.run(&plan, &leaves, &mut *arena, Segment::default(), &());
+    assert_eq!(done, Ok(Progress::Done));
+}
