@@ -68,11 +68,12 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
 
     // `needed`: depends on wrt and reaches a cotangent.
     // Indices end a path: what they choose has a gradient, they have none.
+    let index = |id: NodeId| graph.node(id).dtype == DType::I32;
+    let follows = |id: NodeId, a: NodeId| !index(id) || index(a);
     let mut depends = vec![false; graph.len()];
     for id in graph.ids() {
-        let node = graph.node(id);
-        let follows = |a: NodeId| node.dtype != DType::I32 || graph.node(a).dtype == DType::I32;
-        let on = wrt.contains(&id) || node.args.iter().any(|&a| at(&depends, a) && follows(a));
+        let args = &graph.node(id).args;
+        let on = wrt.contains(&id) || args.iter().any(|&a| at(&depends, a) && follows(id, a));
         set(&mut depends, id, on);
     }
     let mut needed = vec![false; graph.len()];
@@ -82,7 +83,7 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
     for id in graph.ids().rev() {
         if at(&needed, id) {
             for &a in &graph.node(id).args {
-                if at(&depends, a) {
+                if at(&depends, a) && follows(id, a) {
                     set(&mut needed, a, true);
                 }
             }
@@ -106,7 +107,7 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
     let mut rules: Vec<(NodeId, usize, Build<'_>)> = Vec::new();
     for id in graph.ids().filter(|&id| at(&needed, id)) {
         for (i, &a) in graph.node(id).args.iter().enumerate() {
-            if !at(&needed, a) {
+            if !at(&needed, a) || !follows(id, a) {
                 continue;
             }
             match rule(graph, id, i) {

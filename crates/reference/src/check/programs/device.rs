@@ -6,10 +6,12 @@
 use graph::{Code, Device, Error, Graph, NodeId, Op, Result, vjp};
 
 use super::Programs;
-use super::program::{Program, compute_node_in};
+use super::program::Program;
 use super::shrink::shrink;
+use super::table;
 use crate::check::case::{CaseGraph, Expected, Input};
 use crate::check::{Rng, run};
+use crate::ops::compute;
 use crate::{Mode, Value, eval};
 
 /// Disturbed runs.
@@ -117,25 +119,73 @@ fn weighs(program: &Program) -> bool {
     nodes.filter(|node| node.dtype.is_float()).any(|node| node.resident)
 }
 
-/// All values of a graph with every one disturbed, and the sides of all kinks.
+/// All values of a graph with every one disturbed, and what every op reads disturbed once more,
+/// for the rounding inside of it; and the sides of all kinks.
 fn noisy(
     graph: &Graph,
     program: &Program,
     noise: f64,
     rng: &mut Rng,
-) -> Result<(Vec<Value>, Vec<i8>)> {
+) -> Result<(Vec<Value>, Vec<i32>)> {
     let mut values: Vec<Value> = Vec::with_capacity(graph.len());
     let mut sides = Vec::new();
     for id in graph.ids() {
-        let mode = Mode::Exact;
-        let mut value = compute_node_in(graph, &program.leaves, &values, id, &mut sides, mode)?;
-        let leaf = matches!(graph.node(id).op, Op::Leaf);
-        if let Some(x) = value.as_floats_mut().filter(|_| noise > 0.0 && !leaf) {
-            let squares: f64 = x.iter().map(|x| x * x).sum();
-            let rms = (squares / x.len().max(1) as f64).sqrt();
-            x.iter_mut().for_each(|x| *x += noise * rng.between(-1.0, 1.0) * (x.abs() + rms));
+        let node = graph.node(id);
+        if let Some(data) = program.leaves.get(&id) {
+            values.push(data.value.clone());
+            continue;
         }
+        let mut args = Vec::with_capacity(node.args.len());
+        for a in &node.args {
+            let mut arg = values[a.index()].clone();
+            if !moves(&node.op) {
+                disturb(&mut arg, noise, 0.0, rng);
+            }
+            args.push(arg);
+        }
+        let args: Vec<&Value> = args.iter().collect();
+        let out = (node.dtype, node.shape);
+        let mut value = compute(&node.op, &args, out, &node.name, Mode::Exact)?;
+        table::sides(&node.op, &args, &value, &mut sides);
+        disturb(&mut value, noise, inside(&node.op, &args), rng);
         values.push(value);
     }
     Ok((values, sides))
+}
+
+/// True for ops that move values and compute nothing.
+fn moves(op: &Op) -> bool {
+    op.is_view() || matches!(op, Op::Copy | Op::Pad { .. } | Op::Concat { .. } | Op::Gather)
+}
+
+fn rms(x: &[f64]) -> f64 {
+    (x.iter().map(|x| x * x).sum::<f64>() / x.len().max(1) as f64).sqrt()
+}
+
+/// The size of what an op subtracts from one another, where its result may be smaller: the
+/// gradients of norms, softmax and attention take out a part of `dy`.
+fn inside(op: &Op, args: &[&Value]) -> f64 {
+    let floats = |i: usize| args.get(i).and_then(|v| v.as_floats()).unwrap_or(&[]);
+    let dy = args.last().and_then(|v| v.as_floats()).map_or(0.0, rms);
+    match op {
+        Op::NormBack { .. } | Op::RmsNormBack { .. } => {
+            let cols = args.first().map_or(1, |x| x.shape().cols().max(1));
+            let rows = floats(0).chunks(cols).map(rms);
+            let weight = if args.len() > 2 { rms(floats(1)).max(1.0) } else { 1.0 };
+            weight * dy / rows.fold(1.0, f64::min).max(LEAST_DIVISOR)
+        }
+        Op::SoftmaxBack { .. } | Op::SoftmaxSinkBack(_) => dy,
+        // Beside what is subtracted, the slope of a saturated cap is below f32's resolution.
+        Op::AttentionBack { .. } => rms(floats(6)) * rms(floats(2)).max(1.0),
+        _ => 0.0,
+    }
+}
+
+/// What rows are divided by is not below this: the constants of norms are not.
+const LEAST_DIVISOR: f64 = 0.01;
+
+fn disturb(value: &mut Value, noise: f64, inside: f64, rng: &mut Rng) {
+    let Some(x) = value.as_floats_mut().filter(|_| noise > 0.0) else { return };
+    let size = rms(x) + inside;
+    x.iter_mut().for_each(|x| *x += noise * rng.between(-1.0, 1.0) * (x.abs() + size));
 }

@@ -167,7 +167,7 @@ fn difference(
     moves: &Moves<'_>,
     step: f64,
     cotangents: &[&[f64]],
-    here: &[i8],
+    here: &[i32],
 ) -> graph::Result<Option<f64>> {
     let above = program.point(moves, step)?;
     if above.sides != here {

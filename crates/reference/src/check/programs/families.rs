@@ -3,7 +3,8 @@
 use gguf::TensorType;
 use graph::{
     AttentionAttrs, AttentionOperand, Binary, DType, GluKind, GluOperand, LoraOperand, NodeId,
-    NormOperand, Op, Real, RopeAngles, RopeStyle, Shape, Unary,
+    NormKind, NormOperand, Op, Order, Real, RopeAngles, RopeStyle, Sections, Shape, SoftmaxAttrs,
+    Unary, Yarn,
 };
 
 use super::maker::Maker;
@@ -26,8 +27,13 @@ pub(super) fn weight(family: Family) -> usize {
         Family::MatMul => 16,
         Family::Attention => 6,
         Family::RopeTable => 2,
+        Family::Softmax | Family::Norm | Family::TopK => 8,
+        Family::CumSum | Family::LogSoftmax => 5,
         Family::ClampBack
         | Family::GluBack
+        | Family::SoftmaxBack
+        | Family::SoftmaxSinkBack
+        | Family::NormBack
         | Family::RmsNormBack
         | Family::LoraBack
         | Family::AttentionStats
@@ -84,6 +90,28 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             let x = m.any()?;
             let dims = m.below(1 << m.dims(x).len()) as u8;
             m.push(Op::Sum { dims }, &[x])
+        }
+        Family::CumSum => {
+            let x = m.any()?;
+            let (dim, reverse) = (m.below(m.dims(x).len()) as u8, m.chance(50));
+            m.push(Op::CumSum { dim, reverse }, &[x])
+        }
+        Family::TopK => {
+            let x = m.any()?;
+            let dims = m.dims(x);
+            let k = 1 + m.below(last(m, x).max(1));
+            let order = m.either(Order::Ascending, Order::Descending);
+            let at = m.push(Op::TopK { k, order }, &[x])?;
+            if m.chance(15) {
+                return Some(at);
+            }
+            // What it chooses, of itself or of others.
+            let from = if m.chance(70) { x } else { m.like(&dims)? };
+            let (rows, cols) = (dims.iter().rev().skip(1).product(), last(m, x));
+            let shape = |dims: &[usize]| Some(Op::Reshape { shape: Shape::new(dims).ok()? });
+            let table = m.push(shape(&[rows, cols, 1])?, &[from])?;
+            let ids = m.push(shape(&[rows, k])?, &[at])?;
+            m.push(Op::Gather, &[table, ids])
         }
         Family::Broadcast => {
             let x = m.any()?;
@@ -168,28 +196,76 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             m.push(Op::QuantizeRows, &[x])
         }
         Family::Gather => {
-            let (table, rows) = match m.chance(20) {
-                true => {
-                    let rows = m.size();
-                    (m.block_weight(rows, 32)?, rows)
-                }
-                false => {
-                    let x = m.find(|m, id| m.dtype(id).is_float() && m.value(id).len() > 1)?;
-                    let x = m.ranked(x, 2)?;
-                    (x, *m.dims(x).first()?)
-                }
-            };
+            if m.chance(20) {
+                let rows = m.size().max(1);
+                let table = m.block_weight(rows, 32)?;
+                let n = m.size();
+                let ids = m.ids(n, rows, false)?;
+                return m.push(Op::Gather, &[table, ids]);
+            }
+            let x = m.find(|m, id| m.dtype(id).is_float() && m.value(id).len() > 1)?;
+            let rank = 2 + m.below(3);
+            let x = m.ranked(x, rank)?;
+            let dims = m.dims(x);
+            let rows = *dims.get(rank - 2)?;
+            let mut shape = if rank == 2 { Vec::new() } else { dims.get(..rank - 2)?.to_vec() };
+            while rank == 2 && m.chance(25) && shape.len() < 2 {
+                shape.push(m.size());
+            }
             let n = if rows == 0 { 0 } else { m.size() };
-            let ids = m.ids(n, rows, false)?;
-            m.push(Op::Gather, &[table, ids])
+            shape.push(n);
+            let ids = m.ids_of(&shape, rows)?;
+            m.push(Op::Gather, &[x, ids])
         }
         Family::ScatterAdd => {
             let x = m.any()?;
-            let x = m.ranked(x, 2)?;
-            let n = *m.dims(x).first()?;
-            let rows = if n == 0 { m.size() } else { m.size().max(1) };
-            let ids = m.ids(n, rows, false)?;
+            let rank = 2 + m.below(2);
+            let x = m.ranked(x, rank)?;
+            let mut dims = m.dims(x);
+            dims.pop();
+            let rows = m.size().max(1);
+            let ids = m.ids_of(&dims, rows)?;
             m.push(Op::ScatterAdd { rows }, &[ids, x])
+        }
+        Family::Softmax => {
+            let (x, attrs, rest) = softmax(m)?;
+            let mut args = vec![x];
+            args.extend(rest);
+            m.push(Op::Softmax(attrs), &args)
+        }
+        Family::SoftmaxBack => {
+            let y = m.any()?;
+            let dy = m.like(&m.dims(y))?;
+            m.push(Op::SoftmaxBack { scale: 0.5.into() }, &[y, dy])
+        }
+        Family::SoftmaxSinkBack => {
+            let (x, attrs, rest) = softmax(m)?;
+            if !attrs.sinks {
+                return None;
+            }
+            let mut args = vec![x];
+            args.extend(rest);
+            let y = m.push(Op::Softmax(attrs), &args)?;
+            let dy = m.like(&m.dims(x))?;
+            args.extend([y, dy]);
+            m.push(Op::SoftmaxSinkBack(attrs), &args)
+        }
+        Family::LogSoftmax => {
+            let x = m.any()?;
+            m.push(Op::LogSoftmax, &[x])
+        }
+        Family::Norm => {
+            let x = m.any()?;
+            let kind = m.pick(&NormKind::ALL)?;
+            let eps = epsilon(m)?;
+            m.push(Op::Norm { kind, eps }, &[x])
+        }
+        Family::NormBack => {
+            let x = m.any()?;
+            let dy = m.like(&m.dims(x))?;
+            let kind = m.pick(&NormKind::ALL)?;
+            let eps = epsilon(m)?;
+            m.push(Op::NormBack { kind, eps }, &[x, dy])
         }
         Family::RmsNorm => {
             let x = m.any()?;
@@ -388,15 +464,60 @@ fn reshape(m: &mut Maker) -> Option<NodeId> {
 }
 
 fn rope_table(m: &mut Maker, rows: usize, pairs: usize) -> Option<NodeId> {
-    let positions = (0..rows).map(|_| m.below(40) as i32).collect();
-    let mut args = vec![m.ints(&[rows], positions)?];
     let factors = m.chance(30);
+    let yarn = Yarn {
+        ext_factor: 1.0.into(),
+        attn_factor: 1.0.into(),
+        beta_fast: 32.0.into(),
+        beta_slow: 1.0.into(),
+        context: 16,
+        round: m.chance(50),
+    };
+    let sections = Sections { sizes: [1, 2, 1, 0], interleaved: m.chance(50) };
+    let angles = RopeAngles {
+        freq_scale: 0.5.into(),
+        factors,
+        yarn: m.chance(25).then_some(yarn),
+        sections: m.chance(25).then_some(sections),
+        ..RopeAngles::plain(2 * pairs, 100.0)
+    };
+    let dims = if angles.sections.is_some() { vec![rows, 4] } else { vec![rows] };
+    let positions = (0..dims.iter().product()).map(|_| m.below(40) as i32).collect();
+    let mut args = vec![m.ints(&dims, positions)?];
     if factors {
         args.push(m.floats(&[pairs], 0.5, 2.0)?);
     }
-    let angles =
-        RopeAngles { dims: 2 * pairs, base: 100.0.into(), freq_scale: 0.5.into(), factors };
     m.push(Op::RopeTable(angles), &args)
+}
+
+/// A softmax: its operand, attributes and the operands they name.
+fn softmax(m: &mut Maker) -> Option<(NodeId, SoftmaxAttrs, Vec<NodeId>)> {
+    let x = m.any()?;
+    let mut attrs = SoftmaxAttrs { scale: m.pick(&[1.0, 0.5])?.into(), ..SoftmaxAttrs::PLAIN };
+    if m.chance(40) {
+        return Some((x, attrs, Vec::new()));
+    }
+    let rank = m.dims(x).len().max(3);
+    let x = m.ranked(x, rank)?;
+    let dims = m.dims(x);
+    let mut rest = Vec::new();
+    attrs.mask = m.chance(60);
+    attrs.sinks = m.chance(60);
+    if attrs.mask {
+        let mut shape = dims.get(m.below(rank)..)?.to_vec();
+        let n = shape.len();
+        for d in shape.iter_mut().take(n - 1) {
+            if m.chance(30) {
+                *d = 1;
+            }
+        }
+        rest.push(m.like(&shape)?);
+        attrs.max_bias = m.pick(&[0.0, 8.0])?.into();
+    }
+    if attrs.sinks {
+        rest.push(m.like(&[*dims.get(rank - 3)?])?);
+    }
+    Some((x, attrs, rest))
 }
 
 fn mat_mul(m: &mut Maker) -> Option<NodeId> {

@@ -207,6 +207,16 @@ impl Maker {
         self.ints(&[n], data)
     }
 
+    /// Indices below `below` in a given shape, which is without elements where there are none.
+    pub(super) fn ids_of(&mut self, dims: &[usize], below: usize) -> Option<NodeId> {
+        let n: usize = dims.iter().product();
+        if below == 0 && n > 0 {
+            return None;
+        }
+        let data = (0..n).map(|_| self.below(below) as i32).collect();
+        self.ints(dims, data)
+    }
+
     /// A node of `op`, unless it is too large or not finite; one that is too large in value is
     /// scaled down.
     pub(super) fn push(&mut self, op: Op, args: &[NodeId]) -> Option<NodeId> {

@@ -45,7 +45,7 @@ pub(super) type Moves<'a> = HashMap<NodeId, &'a [f64]>;
 /// The outputs of a program at a point, and the sides of all kinks there.
 pub(super) struct Point {
     pub outputs: Vec<Value>,
-    pub sides: Vec<i8>,
+    pub sides: Vec<i32>,
 }
 
 impl Program {
@@ -55,7 +55,7 @@ impl Program {
     }
 
     /// All values of the graph, those of `moves` moved by `by` times their direction.
-    pub(super) fn compute(&self, moves: &Moves<'_>, by: f64) -> Result<(Vec<Value>, Vec<i8>)> {
+    pub(super) fn compute(&self, moves: &Moves<'_>, by: f64) -> Result<(Vec<Value>, Vec<i32>)> {
         let mut values: Vec<Value> = Vec::with_capacity(self.graph.len());
         let mut sides = Vec::new();
         for id in self.graph.ids() {
@@ -79,31 +79,51 @@ impl Program {
 
     /// What differentiating it must give, from the table alone: `None` for a gradient.
     pub(super) fn predicted(&self) -> Option<Blocked> {
-        let n = self.graph.len();
-        // Which nodes each node reads, directly or not, itself included.
-        let mut reads: Vec<Vec<bool>> = Vec::with_capacity(n);
-        for id in self.graph.ids() {
-            let mut row = vec![false; n];
-            for a in &self.graph.node(id).args {
-                row.iter_mut().zip(&reads[a.index()]).for_each(|(to, from)| *to |= from);
+        let graph = &self.graph;
+        let index = |id: NodeId| graph.node(id).dtype == DType::I32;
+        // Indices made from floats end a path: what they choose has a gradient, they have none.
+        let smooth = self.reading(|id, a| !index(id) || index(a));
+        let shown = |reads: &[Vec<bool>], x: NodeId| {
+            self.cotangents.iter().any(|(y, _)| reads[y.index()][x.index()])
+        };
+        for &x in self.wrt.iter().filter(|&&x| !shown(&smooth, x)) {
+            let all = self.reading(|_, _| true);
+            for id in graph.ids().filter(|&id| index(id) && shown(&all, id)) {
+                let args = &graph.node(id).args;
+                if args.iter().all(|&a| index(a)) {
+                    continue;
+                }
+                if let Some(i) = args.iter().position(|a| all[a.index()][x.index()]) {
+                    return Some(Blocked { node: id, operand: Some(i) });
+                }
             }
-            row[id.index()] = true;
-            reads.push(row);
-        }
-        let wanted = |id: NodeId| self.wrt.iter().any(|x| reads[id.index()][x.index()]);
-        let shown = |id: NodeId| self.cotangents.iter().any(|(y, _)| reads[y.index()][id.index()]);
-        if let Some(&x) = self.wrt.iter().find(|&&x| !shown(x)) {
             return Some(Blocked { node: x, operand: None });
         }
-        for id in self.graph.ids().filter(|&id| shown(id)) {
-            let args = self.graph.node(id).args.iter().enumerate();
-            for (i, _) in args.filter(|(_, a)| wanted(**a)) {
-                if table::blocks(&self.graph, id, i) {
+        for id in graph.ids().filter(|&id| shown(&smooth, id)) {
+            for (i, &a) in graph.node(id).args.iter().enumerate() {
+                let wanted = self.wrt.iter().any(|x| smooth[a.index()][x.index()]);
+                if wanted && (!index(id) || index(a)) && table::blocks(graph, id, i) {
                     return Some(Blocked { node: id, operand: Some(i) });
                 }
             }
         }
         None
+    }
+
+    /// Which nodes each node reads, directly or not, itself included, by way of the operands
+    /// that `by` accepts.
+    fn reading(&self, by: impl Fn(NodeId, NodeId) -> bool) -> Vec<Vec<bool>> {
+        let n = self.graph.len();
+        let mut reads: Vec<Vec<bool>> = Vec::with_capacity(n);
+        for id in self.graph.ids() {
+            let mut row = vec![false; n];
+            for &a in self.graph.node(id).args.iter().filter(|&&a| by(id, a)) {
+                row.iter_mut().zip(&reads[a.index()]).for_each(|(to, from)| *to |= from);
+            }
+            row[id.index()] = true;
+            reads.push(row);
+        }
+        reads
     }
 
     /// Which nodes an output depends on.
@@ -140,19 +160,7 @@ pub(super) fn compute_node(
     leaves: &HashMap<NodeId, Data>,
     values: &[Value],
     id: NodeId,
-    sides: &mut Vec<i8>,
-) -> Result<Value> {
-    compute_node_in(graph, leaves, values, id, sides, Mode::Smooth)
-}
-
-/// As [`compute_node`], rounding or not.
-pub(super) fn compute_node_in(
-    graph: &Graph,
-    leaves: &HashMap<NodeId, Data>,
-    values: &[Value],
-    id: NodeId,
-    sides: &mut Vec<i8>,
-    mode: Mode,
+    sides: &mut Vec<i32>,
 ) -> Result<Value> {
     let node = graph.node(id);
     if matches!(node.op, Op::Leaf) {
@@ -160,8 +168,9 @@ pub(super) fn compute_node_in(
         return Ok(data.value.clone());
     }
     let args: Vec<&Value> = node.args.iter().map(|a| &values[a.index()]).collect();
-    table::sides(&node.op, &args, sides);
-    Ok(compute(&node.op, &args, (node.dtype, node.shape), &node.name, mode)?)
+    let value = compute(&node.op, &args, (node.dtype, node.shape), &node.name, Mode::Smooth)?;
+    table::sides(&node.op, &args, &value, sides);
+    Ok(value)
 }
 
 impl fmt::Display for Program {

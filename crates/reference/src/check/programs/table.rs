@@ -2,7 +2,7 @@
 //! gradient, where it has kinks. Each is an exhaustive match over [`Op`], written from the ops'
 //! documentation and not from the rules it is there to test.
 
-use graph::{Binary, DType, GluKind, Graph, NodeId, Op, Unary};
+use graph::{Binary, DType, GluKind, Graph, NodeId, NormKind, Op, Unary};
 
 use crate::Value;
 
@@ -20,8 +20,9 @@ macro_rules! families {
 }
 
 families! {
-    Leaf, Binary, Unary, Affine, Clamp, ClampBack, Fill, Glu, GluBack, Sum, Broadcast, Reshape,
-    Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather, ScatterAdd, RmsNorm,
+    Leaf, Binary, Unary, Affine, Clamp, ClampBack, Fill, Glu, GluBack, Sum, CumSum, TopK, Broadcast, Reshape,
+    Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather, ScatterAdd, Softmax, SoftmaxBack,
+    SoftmaxSinkBack, LogSoftmax, Norm, NormBack, RmsNorm,
     RmsNormBack, RopeTable, Rope, MatMul, Lora, LoraBack, Attention, AttentionStats,
     AttentionBack, CrossEntropy, CrossEntropyBack,
 }
@@ -39,6 +40,8 @@ pub(super) fn family(op: &Op) -> Family {
         Op::Glu(_) => Family::Glu,
         Op::GluBack { .. } => Family::GluBack,
         Op::Sum { .. } => Family::Sum,
+        Op::CumSum { .. } => Family::CumSum,
+        Op::TopK { .. } => Family::TopK,
         Op::Broadcast { .. } => Family::Broadcast,
         Op::Reshape { .. } => Family::Reshape,
         Op::Permute { .. } => Family::Permute,
@@ -51,6 +54,12 @@ pub(super) fn family(op: &Op) -> Family {
         Op::QuantizeRows => Family::QuantizeRows,
         Op::Gather => Family::Gather,
         Op::ScatterAdd { .. } => Family::ScatterAdd,
+        Op::Softmax(_) => Family::Softmax,
+        Op::SoftmaxBack { .. } => Family::SoftmaxBack,
+        Op::SoftmaxSinkBack(_) => Family::SoftmaxSinkBack,
+        Op::LogSoftmax => Family::LogSoftmax,
+        Op::Norm { .. } => Family::Norm,
+        Op::NormBack { .. } => Family::NormBack,
         Op::RmsNorm { .. } => Family::RmsNorm,
         Op::RmsNormBack { .. } => Family::RmsNormBack,
         Op::RopeTable(_) => Family::RopeTable,
@@ -82,6 +91,9 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         | Op::Fill { .. }
         | Op::Glu(_)
         | Op::Sum { .. }
+        | Op::CumSum { .. }
+        | Op::LogSoftmax
+        | Op::Norm { .. }
         | Op::Broadcast { .. }
         | Op::Reshape { .. }
         | Op::Permute { .. }
@@ -95,7 +107,8 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::Cast { dtype } => matches!(dtype, DType::Block(_)),
         Op::Gather => i == 1 || block(0),
         Op::ScatterAdd { .. } => i == 0,
-        Op::RopeTable(_) => true,
+        Op::Softmax(attrs) => attrs.mask && i == 1,
+        Op::TopK { .. } | Op::RopeTable(_) => true,
         Op::Rope { .. } => i == 1,
         // Beside the weight itself: the product with an untransposed one is a gradient.
         Op::MatMul { tb, .. } => block(1) && (i == 1 || !tb),
@@ -104,6 +117,9 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::CrossEntropy => i == 1,
         Op::ClampBack { .. }
         | Op::GluBack { .. }
+        | Op::SoftmaxBack { .. }
+        | Op::SoftmaxSinkBack(_)
+        | Op::NormBack { .. }
         | Op::RmsNormBack { .. }
         | Op::LoraBack { .. }
         | Op::AttentionStats(_)
@@ -114,10 +130,10 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
 
 /// On which side of its kinks each element of a node is: a change of this between two points
 /// means that the function is not smooth between them.
-pub(super) fn sides(op: &Op, args: &[&Value], to: &mut Vec<i8>) {
+pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
     let floats = |i: usize| args.get(i).and_then(|v| v.as_floats()).unwrap_or(&[]);
-    let side = |x: f64| i8::from(x > 0.0) - i8::from(x < 0.0);
-    let around = |to: &mut Vec<i8>, i: usize, at: f64| {
+    let side = |x: f64| i32::from(x > 0.0) - i32::from(x < 0.0);
+    let around = |to: &mut Vec<i32>, i: usize, at: f64| {
         to.extend(floats(i).iter().map(|x| side(x - at)));
     };
     match op {
@@ -156,6 +172,13 @@ pub(super) fn sides(op: &Op, args: &[&Value], to: &mut Vec<i8>) {
             around(to, 0, f64::from(min.get()));
             around(to, 0, f64::from(max.get()));
         }
+        // What is chosen changes.
+        Op::TopK { .. } => to.extend(out.as_ints().unwrap_or(&[])),
+        Op::Norm { kind: NormKind::L2Clamp, eps } => {
+            let cols = args.first().map_or(1, |x| x.shape().cols().max(1));
+            let length = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt();
+            to.extend(floats(0).chunks(cols).map(|x| side(length(x) - f64::from(eps.get()))));
+        }
         Op::Glu(GluKind::Reglu) => around(to, 0, 0.0),
         Op::Glu(GluKind::SwigluOai { limit, .. }) => {
             let limit = f64::from(limit.get());
@@ -191,6 +214,10 @@ pub(super) fn sides(op: &Op, args: &[&Value], to: &mut Vec<i8>) {
             GluKind::Swiglu | GluKind::Geglu | GluKind::GegluErf | GluKind::GegluQuick,
         )
         | Op::Sum { .. }
+        | Op::CumSum { .. }
+        | Op::Softmax(_)
+        | Op::LogSoftmax
+        | Op::Norm { kind: NormKind::Layer | NormKind::L2Add, .. }
         | Op::Broadcast { .. }
         | Op::Reshape { .. }
         | Op::Permute { .. }
@@ -213,6 +240,9 @@ pub(super) fn sides(op: &Op, args: &[&Value], to: &mut Vec<i8>) {
         // Gradients have no gradient: nothing that moves passes through them.
         | Op::ClampBack { .. }
         | Op::GluBack { .. }
+        | Op::SoftmaxBack { .. }
+        | Op::SoftmaxSinkBack(_)
+        | Op::NormBack { .. }
         | Op::RmsNormBack { .. }
         | Op::LoraBack { .. }
         | Op::AttentionStats(_)
