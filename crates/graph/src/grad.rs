@@ -318,11 +318,12 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         Op::Binary(Binary::Div) => {
             let b = arg(1);
             Is(Box::new(move |g, dy| {
-                let q = g.div(dy, b)?;
                 let dx = if i == 0 {
-                    q
+                    g.div(dy, b)?
                 } else {
-                    let dx = g.mul(q, y)?;
+                    // y first: where it is 0, dy / b may have overflowed.
+                    let dx = g.mul(dy, y)?;
+                    let dx = g.div(dx, b)?;
                     g.affine(dx, -1.0, 0.0)?
                 };
                 unbroadcast(g, dx, x_shape)
@@ -391,9 +392,10 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
             g.div(half, y)
         })),
         Op::Unary(Unary::Rsqrt) => Is(Box::new(move |g, dy| {
-            let slope = g.div(y, x)?;
-            let slope = g.affine(slope, -0.5, 0.0)?;
-            g.mul(dy, slope)
+            // Not y / x, which overflows long before this does.
+            let dx = g.mul(dy, y)?;
+            let dx = g.div(dx, x)?;
+            g.affine(dx, -0.5, 0.0)
         })),
         Op::Unary(Unary::Expm1) => Is(Box::new(move |g, dy| {
             // Not y + 1, which cancels where x is far below 0.
