@@ -20,12 +20,13 @@ struct Mutant {
     fault: String,
 }
 
-/// Applies each patch whose name contains `filter` to a copy of the tree and runs its test.
-pub fn run(filter: &str) -> Result<(), String> {
+/// Applies each patch whose name contains one of `names`, or each, to a copy of the tree and runs
+/// its test.
+pub fn run(names: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("no workspace")?;
-    let mutants = read(&root.join("mutants"), filter)?;
+    let mutants = read(&root.join("mutants"), names)?;
     if mutants.is_empty() {
-        return Err(format!("no patch in mutants/ has `{filter}` in its name"));
+        return Err(format!("no patch in mutants/ has {names:?} in its name"));
     }
     let work = std::env::temp_dir().join("gradus-mutants");
     let tree = work.join("tree");
@@ -51,14 +52,14 @@ pub fn run(filter: &str) -> Result<(), String> {
             _ => Ok(false),
         };
         apply(&tree, &mutant.patch, true)?;
-        if !built? {
-            return Err(format!("{} does not build: mend the patch", mutant.name));
-        }
-        let passed = passed?;
-        let verdict = if passed { "SURVIVED" } else { "killed" };
+        let verdict = match (built?, passed?) {
+            (false, _) => "NO BUILD",
+            (true, true) => "SURVIVED",
+            (true, false) => "killed",
+        };
         let seconds = start.elapsed().as_secs();
         println!("{verdict:<9} {:<36} {seconds:>4} s  {}", mutant.name, mutant.fault);
-        if passed {
+        if verdict != "killed" {
             survived.push(mutant.name.as_str());
         }
     }
@@ -67,19 +68,23 @@ pub fn run(filter: &str) -> Result<(), String> {
             println!("{} of {} killed", mutants.len(), mutants.len());
             Ok(())
         }
-        names => {
-            Err(format!("{} of {} survived: {}", names.len(), mutants.len(), names.join(", ")))
-        }
+        names => Err(format!(
+            "{} of {} are not killed: {}",
+            names.len(),
+            mutants.len(),
+            names.join(", ")
+        )),
     }
 }
 
-fn read(folder: &Path, filter: &str) -> Result<Vec<Mutant>, String> {
+fn read(folder: &Path, names: &[&str]) -> Result<Vec<Mutant>, String> {
     let entries = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut mutants = Vec::new();
     for entry in entries {
         let patch = entry.map_err(|e| e.to_string())?.path();
         let name = patch.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        if patch.extension().is_none_or(|e| e != "patch") || !name.contains(filter) {
+        let asked = names.is_empty() || names.iter().any(|n| name.contains(n));
+        if patch.extension().is_none_or(|e| e != "patch") || !asked {
             continue;
         }
         let text = std::fs::read_to_string(&patch).map_err(|e| format!("{name}: {e}"))?;

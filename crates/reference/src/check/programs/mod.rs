@@ -35,6 +35,9 @@ const LEAST_DIFFERENTIABLE: f64 = 0.8;
 const MOST_UNCLEAR: f64 = 0.02;
 const MOST_ZERO: f64 = 0.1;
 
+/// Failures that each thread makes as short as they get.
+const MOST_SHORTENED: usize = 12;
+
 /// What checking programs found.
 #[derive(Clone, PartialEq, Default, Debug, Serialize)]
 pub struct Programs {
@@ -198,6 +201,10 @@ fn check_some(
             Verdict::Unclear => {
                 found.differentiable += 1;
                 found.unclear += 1;
+            }
+            // Many fail for one reason: some are enough to find it.
+            Verdict::Failed(why) if found.failures.len() >= MOST_SHORTENED => {
+                found.failures.push(format!("program {number} of seed {seed}: {why}"));
             }
             Verdict::Failed(why) => {
                 let fails = |p: &Program| {
