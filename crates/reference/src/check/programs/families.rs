@@ -2,9 +2,9 @@
 
 use gguf::TensorType;
 use graph::{
-    AttentionAttrs, AttentionOperand, Binary, DType, GluKind, GluOperand, LoraOperand, NodeId,
-    NormKind, NormOperand, Op, Order, Real, RopeAngles, RopeStyle, Sections, Shape, SoftmaxAttrs,
-    Unary, Yarn,
+    AttentionAttrs, AttentionOperand, Binary, DType, GatedDeltaAttrs, GluKind, GluOperand,
+    KeyHeads, LoraOperand, NodeId, NormKind, NormOperand, Op, Order, Real, RopeAngles, RopeStyle,
+    Sections, Shape, SoftmaxAttrs, SsmConvOperand, SsmConvStateOperand, Unary, Yarn,
 };
 
 use super::maker::Maker;
@@ -25,6 +25,8 @@ pub(super) fn weight(family: Family) -> usize {
         Family::Gather | Family::ScatterAdd => 8,
         Family::RmsNorm | Family::Rope | Family::Lora | Family::CrossEntropy => 8,
         Family::MatMul => 16,
+        Family::MatMulExperts | Family::SsmConv | Family::SsmScan | Family::GatedDeltaRule => 6,
+        Family::SsmConvState => 4,
         Family::Attention => 6,
         Family::RopeTable => 2,
         Family::Softmax | Family::Norm | Family::TopK => 8,
@@ -38,6 +40,11 @@ pub(super) fn weight(family: Family) -> usize {
         | Family::LoraBack
         | Family::AttentionStats
         | Family::AttentionBack
+        | Family::ExpertOuter
+        | Family::SsmConvBack
+        | Family::SsmConvStateBack
+        | Family::SsmScanBack
+        | Family::GatedDeltaRuleBack
         | Family::CrossEntropyBack => 2,
     }
 }
@@ -297,6 +304,30 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             m.push(Op::Rope { style, inverse }, &[x, table])
         }
         Family::MatMul => mat_mul(m),
+        Family::MatMulExperts => {
+            let (rows, used, experts) = (m.size().min(7), 1 + m.below(3), 1 + m.below(4));
+            let (quantized, tb, n) = (m.chance(25), m.chance(60), 1 + m.below(5));
+            let k = if quantized && tb { 32 } else { 1 + m.below(6) };
+            let n = if quantized && !tb { 32 } else { n };
+            let each = m.either(1, used);
+            let x = m.like(&[rows, each, k])?;
+            let shape = if tb { [experts, n, k] } else { [experts, k, n] };
+            let w = match quantized {
+                true => m.block_weight_of(&shape)?,
+                false => m.like(&shape)?,
+            };
+            let x = if quantized && tb { m.push(Op::QuantizeRows, &[x])? } else { x };
+            let ids = m.ids_of(&[rows, used], experts)?;
+            m.push(Op::MatMulExperts { tb }, &[x, w, ids])
+        }
+        Family::ExpertOuter => {
+            let (rows, used, experts) = (m.size().min(7), 1 + m.below(3), 1 + m.below(4));
+            let (each, other) = (m.either(1, used), m.either(1, used));
+            let (p, q) = (1 + m.below(4), 1 + m.below(4));
+            let (a, b) = (m.like(&[rows, each, p])?, m.like(&[rows, other, q])?);
+            let ids = m.ids_of(&[rows, used], experts)?;
+            m.push(Op::ExpertOuter { experts }, &[a, b, ids])
+        }
         Family::Lora => {
             let x = m.any()?;
             let x = m.ranked(x, 2)?;
@@ -346,6 +377,51 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             args.extend(a.pages);
             let wrt = m.pick(&[AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V])?;
             m.push(Op::AttentionBack { attrs: a.attrs, wrt }, &args)
+        }
+        Family::SsmConv => {
+            let args = convolution(m)?;
+            m.push(Op::SsmConv, &args)
+        }
+        Family::SsmConvBack => {
+            let mut args = convolution(m)?;
+            args.push(m.like(&m.dims(*args.first()?))?);
+            let all = [SsmConvOperand::X, SsmConvOperand::Weight, SsmConvOperand::State];
+            let wrt = m.pick(&all)?;
+            m.push(Op::SsmConvBack { wrt }, &args)
+        }
+        Family::SsmConvState => {
+            let mut args = convolution(m)?;
+            args.remove(1);
+            m.push(Op::SsmConvState, &args)
+        }
+        Family::SsmConvStateBack => {
+            let mut args = convolution(m)?;
+            args.remove(1);
+            args.push(m.like(&m.dims(*args.get(1)?))?);
+            let wrt = m.either(SsmConvStateOperand::X, SsmConvStateOperand::State);
+            m.push(Op::SsmConvStateBack { wrt }, &args)
+        }
+        Family::SsmScan => {
+            let args = scan(m)?.0;
+            let both = m.push(Op::SsmScan, &args)?;
+            one_of_two(m, both, *args.first()?, *args.get(5)?)
+        }
+        Family::SsmScanBack => {
+            let (mut args, parts) = scan(m)?;
+            let size = elements(m, *args.first()?) + elements(m, *args.get(5)?);
+            args.push(m.like(&[size])?);
+            m.push(Op::SsmScanBack { parts }, &args)
+        }
+        Family::GatedDeltaRule => {
+            let (attrs, args) = delta(m)?;
+            let both = m.push(Op::GatedDeltaRule(attrs), &args)?;
+            one_of_two(m, both, *args.get(2)?, *args.get(5)?)
+        }
+        Family::GatedDeltaRuleBack => {
+            let (attrs, mut args) = delta(m)?;
+            let size = elements(m, *args.get(2)?) + elements(m, *args.get(5)?);
+            args.push(m.like(&[size])?);
+            m.push(Op::GatedDeltaRuleBack(attrs), &args)
         }
         Family::CrossEntropy => {
             let (logits, labels) = logits(m)?;
@@ -652,4 +728,79 @@ fn attention(m: &mut Maker) -> Option<Attention> {
         cached.push(m.ints(&[count, most], table)?);
     }
     Some(Attention { attrs, q, k, v, seqs, pages: cached })
+}
+
+fn elements(m: &Maker, x: NodeId) -> usize {
+    m.graph.node(x).shape.elements()
+}
+
+/// Packed sequences without cached prefixes: rows in all, sequences, and their table.
+fn sequences(m: &mut Maker) -> Option<(usize, usize, NodeId)> {
+    let count = 1 + m.below(2);
+    let (mut table, mut first) = (Vec::new(), 0);
+    for _ in 0..count {
+        let rows = m.below(6) as i32;
+        table.extend([first, rows, 0]);
+        first += rows + i32::from(m.chance(15));
+    }
+    let seqs = m.ints(&[count, 3], table)?;
+    Some((first as usize + m.below(2), count, seqs))
+}
+
+/// Rows, taps, states and sequences of a convolution.
+fn convolution(m: &mut Maker) -> Option<Vec<NodeId>> {
+    let (rows, count, seqs) = sequences(m)?;
+    let (channels, width) = (1 + m.below(4), 1 + m.below(4));
+    let (x, w) = (m.like(&[rows, channels])?, m.like(&[channels, width])?);
+    let state = m.like(&[count, width - 1, channels])?;
+    Some(vec![x, w, state, seqs])
+}
+
+/// Operands of a selective scan, and parts its gradient may come in.
+fn scan(m: &mut Maker) -> Option<(Vec<NodeId>, usize)> {
+    let (rows, count, seqs) = sequences(m)?;
+    let (groups, per_group) = (1 + m.below(2), 1 + m.below(3));
+    let (heads, width, n) = (groups * per_group, 1 + m.below(3), 1 + m.below(4));
+    let x = m.like(&[rows, heads, width])?;
+    let dt = m.like(&[rows, heads])?;
+    let dt = m.positive(dt)?;
+    let decays = m.either(n, 1);
+    let a = m.like(&[heads, decays])?;
+    let a = m.positive(a)?;
+    let a = m.push(Op::Unary(Unary::Neg), &[a])?;
+    let (b, c) = (m.like(&[rows, groups, n])?, m.like(&[rows, groups, n])?);
+    let state = m.like(&[count, heads, width, n])?;
+    Some((vec![x, dt, a, b, c, state, seqs], 1 + m.below(per_group)))
+}
+
+/// Operands of a gated delta rule.
+fn delta(m: &mut Maker) -> Option<(GatedDeltaAttrs, Vec<NodeId>)> {
+    let (rows, count, seqs) = sequences(m)?;
+    let (keys, each) = (1 + m.below(2), 1 + m.below(2));
+    let (heads, wide, width) = (keys * each, 1 + m.below(4), 1 + m.below(4));
+    let (q, k) = (m.like(&[rows, keys, wide])?, m.like(&[rows, keys, wide])?);
+    let v = m.like(&[rows, heads, width])?;
+    let decay = if m.chance(50) { vec![rows, heads] } else { vec![rows, heads, wide] };
+    let decay = m.like(&decay)?;
+    let decay = m.positive(decay)?;
+    let g = m.push(Op::Affine { scale: (-0.5).into(), bias: 0.0.into() }, &[decay])?;
+    let beta = m.like(&[rows, heads])?;
+    let beta = m.push(Op::Unary(Unary::Sigmoid), &[beta])?;
+    let state = m.like(&[count, heads, wide, width])?;
+    let key_heads = m.either(KeyHeads::Blocks, KeyHeads::Cycle);
+    let attrs = GatedDeltaAttrs { scale: 0.5.into(), key_heads };
+    Some((attrs, vec![q, k, v, g, beta, state, seqs]))
+}
+
+/// The outputs or the exit states of a recurrence, or both as they come.
+fn one_of_two(m: &mut Maker, both: NodeId, first: NodeId, second: NodeId) -> Option<NodeId> {
+    let (n, part) = (elements(m, first), m.below(3));
+    let (start, like) = match part {
+        0 => (0, first),
+        1 => (n, second),
+        _ => return Some(both),
+    };
+    let len = elements(m, like);
+    let cut = m.push(Op::Slice { dim: 0, start, len }, &[both])?;
+    m.push(Op::Reshape { shape: Shape::new(&m.dims(like)).ok()? }, &[cut])
 }

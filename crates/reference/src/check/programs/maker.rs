@@ -15,6 +15,9 @@ use crate::check::case::random_block;
 /// Elements a value has at most.
 pub(super) const MOST_ELEMENTS: usize = 4096;
 
+/// Ops a program has at most, beside the views its cotangents may be.
+const MOST_OPS: usize = 40;
+
 /// What a value's elements keep below, so that functions of functions stay tame.
 const LARGEST: f64 = 4.0;
 
@@ -42,14 +45,14 @@ pub(super) fn program(seed: u64, number: u64) -> Program {
     };
     maker.small = !maker.chance(4);
     // Short programs are more common: they are faster, and find as much.
-    let most = if maker.chance(25) { 40 } else { 12 };
+    let most = if maker.chance(25) { MOST_OPS } else { 12 };
     let ops = 3 + maker.below(most - 2);
     let mut tries = 0;
     while maker.ops() < ops && tries < 8 * ops {
         tries += 1;
         let family = maker.family();
         let before = maker.graph.clone();
-        if families::make(&mut maker, family).is_none() {
+        if families::make(&mut maker, family).is_none() || maker.ops() > MOST_OPS {
             // Half of an op's operands may have been made.
             maker.restore(before);
         }
@@ -178,6 +181,12 @@ impl Maker {
 
     /// A new weight of a block format.
     pub(super) fn block_weight(&mut self, rows: usize, cols: usize) -> Option<NodeId> {
+        self.block_weight_of(&[rows, cols])
+    }
+
+    /// As [`Maker::block_weight`], of any rank.
+    pub(super) fn block_weight_of(&mut self, dims: &[usize]) -> Option<NodeId> {
+        let cols = *dims.last()?;
         use TensorType::{
             IQ4NL, IQ4XS, MXFP4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0,
         };
@@ -185,9 +194,9 @@ impl Maker {
         let fit: Vec<TensorType> =
             all.into_iter().filter(|t| cols > 0 && cols.is_multiple_of(t.block_len())).collect();
         let format = self.pick(&fit)?;
-        let blocks = rows * cols / format.block_len();
+        let blocks = dims.iter().product::<usize>() / format.block_len();
         let bytes = (0..blocks).flat_map(|_| random_block(format, &mut self.rng)).collect();
-        self.leaf(&[rows, cols], DType::Block(format), bytes, true)
+        self.leaf(dims, DType::Block(format), bytes, true)
     }
 
     /// A new leaf of i32 elements.

@@ -20,11 +20,12 @@ macro_rules! families {
 }
 
 families! {
-    Leaf, Binary, Unary, Affine, Clamp, ClampBack, Fill, Glu, GluBack, Sum, CumSum, TopK, Broadcast, Reshape,
-    Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather, ScatterAdd, Softmax, SoftmaxBack,
-    SoftmaxSinkBack, LogSoftmax, Norm, NormBack, RmsNorm,
-    RmsNormBack, RopeTable, Rope, MatMul, Lora, LoraBack, Attention, AttentionStats,
-    AttentionBack, CrossEntropy, CrossEntropyBack,
+    Leaf, Binary, Unary, Affine, Clamp, ClampBack, Fill, Glu, GluBack, Sum, CumSum, TopK,
+    Broadcast, Reshape, Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather,
+    ScatterAdd, Softmax, SoftmaxBack, SoftmaxSinkBack, LogSoftmax, Norm, NormBack, RmsNorm,
+    RmsNormBack, RopeTable, Rope, MatMul, MatMulExperts, ExpertOuter, Lora, LoraBack, Attention,
+    AttentionStats, AttentionBack, SsmConv, SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
+    SsmScanBack, GatedDeltaRule, GatedDeltaRuleBack, CrossEntropy, CrossEntropyBack,
 }
 
 /// The family that makes an op.
@@ -65,11 +66,21 @@ pub(super) fn family(op: &Op) -> Family {
         Op::RopeTable(_) => Family::RopeTable,
         Op::Rope { .. } => Family::Rope,
         Op::MatMul { .. } => Family::MatMul,
+        Op::MatMulExperts { .. } => Family::MatMulExperts,
+        Op::ExpertOuter { .. } => Family::ExpertOuter,
         Op::Lora { .. } => Family::Lora,
         Op::LoraBack { .. } => Family::LoraBack,
         Op::Attention(_) => Family::Attention,
         Op::AttentionStats(_) => Family::AttentionStats,
         Op::AttentionBack { .. } => Family::AttentionBack,
+        Op::SsmConv => Family::SsmConv,
+        Op::SsmConvBack { .. } => Family::SsmConvBack,
+        Op::SsmConvState => Family::SsmConvState,
+        Op::SsmConvStateBack { .. } => Family::SsmConvStateBack,
+        Op::SsmScan => Family::SsmScan,
+        Op::SsmScanBack { .. } => Family::SsmScanBack,
+        Op::GatedDeltaRule(_) => Family::GatedDeltaRule,
+        Op::GatedDeltaRuleBack(_) => Family::GatedDeltaRuleBack,
         Op::CrossEntropy => Family::CrossEntropy,
         Op::CrossEntropyBack => Family::CrossEntropyBack,
     }
@@ -112,6 +123,10 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::Rope { .. } => i == 1,
         // Beside the weight itself: the product with an untransposed one is a gradient.
         Op::MatMul { tb, .. } => block(1) && (i == 1 || !tb),
+        Op::MatMulExperts { tb } => i == 2 || (block(1) && (i == 1 || !tb)),
+        Op::SsmConv => i == 3,
+        Op::SsmConvState => i == 2,
+        Op::SsmScan | Op::GatedDeltaRule(_) => i == 6,
         Op::Lora { .. } => i == 2 || (i > 2 && i % 3 == 2),
         Op::Attention(_) => i > 2,
         Op::CrossEntropy => i == 1,
@@ -124,6 +139,11 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         | Op::LoraBack { .. }
         | Op::AttentionStats(_)
         | Op::AttentionBack { .. }
+        | Op::ExpertOuter { .. }
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRuleBack(_)
         | Op::CrossEntropyBack => true,
     }
 }
@@ -234,6 +254,11 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::RopeTable(_)
         | Op::Rope { .. }
         | Op::MatMul { .. }
+        | Op::MatMulExperts { .. }
+        | Op::SsmConv
+        | Op::SsmConvState
+        | Op::SsmScan
+        | Op::GatedDeltaRule(_)
         | Op::Lora { .. }
         | Op::Attention(_)
         | Op::CrossEntropy
@@ -247,6 +272,11 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::LoraBack { .. }
         | Op::AttentionStats(_)
         | Op::AttentionBack { .. }
+        | Op::ExpertOuter { .. }
+        | Op::SsmConvBack { .. }
+        | Op::SsmConvStateBack { .. }
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRuleBack(_)
         | Op::CrossEntropyBack => {}
     }
 }
