@@ -1,12 +1,16 @@
-//! Maintenance commands of the workspace: `cargo xtask real [--quick]`.
+//! Maintenance commands of the workspace: `cargo xtask real [--quick]` and
+//! `cargo xtask mutants [NAME]...`.
 //!
 //! `real` runs the tests that need the real models of the catalogue (`docs/testing.md` says what
 //! they hold), and fails when a model is not on this machine; `--quick` covers the default model
-//! alone, and of what the binary holds only its perplexity.
+//! alone, and of what the binary holds only its perplexity. `mutants` plants the faults of
+//! `mutants/`, all or those whose name contains a NAME, and fails where the tests find one not.
+
+mod mutants;
 
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "usage: cargo xtask real [--quick]";
+const USAGE: &str = "usage: cargo xtask real [--quick] | mutants [NAME]...";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -14,6 +18,7 @@ fn main() -> ExitCode {
     let result = match words.as_slice() {
         ["real"] => real(false),
         ["real", "--quick"] => real(true),
+        ["mutants", names @ ..] => mutants::run(names),
         _ => Err(USAGE.to_string()),
     };
     match result {

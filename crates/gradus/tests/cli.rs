@@ -585,6 +585,17 @@ fn gradients_of_an_op_can_be_checked() {
 }
 
 #[test]
+fn random_programs_can_be_checked() {
+    let args = ["check-grads", "--programs", "200", "--seed", "3"];
+    assert!(ok(&args).starts_with("200 programs: "));
+    let said = json(&[&args[..], &["--json"]].concat());
+    assert_eq!(said["programs"], 200);
+    assert!(said["differentiable"].as_u64().unwrap() > 150);
+    assert!(said["failures"].as_array().unwrap().is_empty());
+    fails(&["check-grads", "--programs", "1", "--op", "Add"], 1, &["--op"]);
+}
+
+#[test]
 fn the_catalogue_is_listed_without_a_network() {
     let list = json(&["pull", "--list", "--json"]);
     let names: Vec<&str> =

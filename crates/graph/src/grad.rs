@@ -68,11 +68,12 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
 
     // `needed`: depends on wrt and reaches a cotangent.
     // Indices end a path: what they choose has a gradient, they have none.
+    let index = |id: NodeId| graph.node(id).dtype == DType::I32;
+    let follows = |id: NodeId, a: NodeId| !index(id) || index(a);
     let mut depends = vec![false; graph.len()];
     for id in graph.ids() {
-        let node = graph.node(id);
-        let follows = |a: NodeId| node.dtype != DType::I32 || graph.node(a).dtype == DType::I32;
-        let on = wrt.contains(&id) || node.args.iter().any(|&a| at(&depends, a) && follows(a));
+        let args = &graph.node(id).args;
+        let on = wrt.contains(&id) || args.iter().any(|&a| at(&depends, a) && follows(id, a));
         set(&mut depends, id, on);
     }
     let mut needed = vec![false; graph.len()];
@@ -82,7 +83,7 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
     for id in graph.ids().rev() {
         if at(&needed, id) {
             for &a in &graph.node(id).args {
-                if at(&depends, a) {
+                if at(&depends, a) && follows(id, a) {
                     set(&mut needed, a, true);
                 }
             }
@@ -106,7 +107,7 @@ pub fn vjp(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Re
     let mut rules: Vec<(NodeId, usize, Build<'_>)> = Vec::new();
     for id in graph.ids().filter(|&id| at(&needed, id)) {
         for (i, &a) in graph.node(id).args.iter().enumerate() {
-            if !at(&needed, a) {
+            if !at(&needed, a) || !follows(id, a) {
                 continue;
             }
             match rule(graph, id, i) {
@@ -320,11 +321,12 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         Op::Binary(Binary::Div) => {
             let b = arg(1);
             Is(Box::new(move |g, dy| {
-                let q = g.div(dy, b)?;
                 let dx = if i == 0 {
-                    q
+                    g.div(dy, b)?
                 } else {
-                    let dx = g.mul(q, y)?;
+                    // y first: where it is 0, dy / b may have overflowed.
+                    let dx = g.mul(dy, y)?;
+                    let dx = g.div(dx, b)?;
                     g.affine(dx, -1.0, 0.0)?
                 };
                 unbroadcast(g, dx, x_shape)
@@ -393,9 +395,10 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
             g.div(half, y)
         })),
         Op::Unary(Unary::Rsqrt) => Is(Box::new(move |g, dy| {
-            let slope = g.div(y, x)?;
-            let slope = g.affine(slope, -0.5, 0.0)?;
-            g.mul(dy, slope)
+            // Not y / x, which overflows long before this does.
+            let dx = g.mul(dy, y)?;
+            let dx = g.div(dx, x)?;
+            g.affine(dx, -0.5, 0.0)
         })),
         Op::Unary(Unary::Expm1) => Is(Box::new(move |g, dy| {
             // Not y + 1, which cancels where x is far below 0.

@@ -192,6 +192,12 @@ impl Views {
             && flag(live, id)
         {
             let (base, layout) = self.of(graph, source);
+            // Strides say nothing about how a device packs a weight.
+            let packed = graph.node(base);
+            let same = node.shape == packed.shape && !matches!(node.op, Op::Permute { .. });
+            if packed.resident && !same {
+                return Ok(Some(id));
+            }
             let Some(layout) = view(&node.op, &layout, &graph.node(source).shape) else {
                 return Ok(Some(id));
             };

@@ -211,6 +211,31 @@ fn a_weight_is_bound_as_the_device_loaded_it() {
     assert!(copy.args[0].arg.resident && !copy.out.arg.resident);
 }
 
+/// How a device packs a weight is its own affair: a view of one is copied or refused, never read
+/// by strides that mean nothing there.
+#[test]
+fn a_view_of_a_packed_weight_is_not_read_in_place() {
+    let cut = Op::Slice { dim: 0, start: 1, len: 2 };
+    let turned = Op::Permute { perm: vec![1, 0] };
+    let wide = Op::Reshape { shape: shape(&[2, 8]) };
+    let tall = Op::Broadcast { shape: shape(&[3, 4, 4]) };
+    for op in [cut, turned, wide, tall] {
+        let mut b = Build::new();
+        let w = b.g.weight("w", shape(&[4, 4]), DType::F32).unwrap();
+        let view = b.op(op, &[w]);
+        let y = b.tanh(view);
+        let plan = planned(&b.g, &[y], &any_layout());
+        assert_eq!((plan.copies, plan.steps.len()), (1, 2));
+        assert!(plan.steps[0].args[0].arg.resident && !plan.steps[1].args[0].arg.resident);
+        let device = TestDevice(|call: &Call<'_>| match call.args {
+            [x] if x.resident => Err(Unsupported::Kernel("a copy of a packed weight".into())),
+            _ => Ok(Needs::default()),
+        });
+        let refusal = refused(&b.g, &[y], &device);
+        assert_eq!((refusal.op.as_str(), refusal.node.as_str()), ("Copy", "n1"));
+    }
+}
+
 #[test]
 fn what_no_output_depends_on_is_left_out() {
     let mut b = Build::new();

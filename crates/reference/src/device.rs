@@ -47,17 +47,12 @@ impl Resident for Loaded {
     }
 }
 
-/// A value that a step wrote.
-struct Stored {
-    len: usize,
-    value: Value,
-}
-
-/// The arena: rounded bytes, and the values in f64 by their first byte.
+/// The arena: rounded bytes, and the values in f64 by their first byte and length: one without
+/// elements may begin where another does.
 struct Values {
     bytes: Vec<u8>,
     high_water: usize,
-    stored: BTreeMap<usize, Stored>,
+    stored: BTreeMap<(usize, usize), Value>,
 }
 
 impl Arena for Values {
@@ -110,8 +105,8 @@ impl Values {
             .ok_or_else(|| fault("a result's place is outside of the arena"))?
             .copy_from_slice(bytes);
         self.high_water = self.high_water.max(end);
-        self.stored.retain(|&at, old| at >= end || at + old.len <= start || old.len == 0);
-        self.stored.insert(start, Stored { len, value });
+        self.stored.retain(|&(at, old), _| at >= end || at + old <= start || old == 0);
+        self.stored.insert((start, len), value);
         Ok(())
     }
 }
@@ -154,9 +149,9 @@ fn operand(step: &Step, operand: &Operand, bound: &Bound, arena: &Values) -> Res
         Place::Leaf(i) => {
             bound.0.get(i).ok_or_else(|| fault(format!("the plan has no leaf {i}")))?
         }
-        Place::Arena { start, len } => match arena.stored.get(&start) {
-            Some(stored) if stored.len == len => &stored.value,
-            _ => {
+        Place::Arena { start, len } => match arena.stored.get(&(start, len)) {
+            Some(value) => value,
+            None => {
                 return Err(fault(format!(
                     "bytes {start}.. of {len} are read, but hold no whole value"
                 )));

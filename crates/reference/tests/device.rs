@@ -179,3 +179,81 @@ fn finds_planning_mistakes() {
     bad.steps[2].out.place = Place::Arena { start: bad.arena_bytes, len: 16 };
     assert!(run(&bad).unwrap_err().message.contains("outside of the arena"));
 }
+
+/// A value without elements may begin where one with elements does, and leaves it alone.
+#[test]
+fn a_value_without_elements_hides_no_other() {
+    let mut g = Graph::new();
+    let x = g.leaf("x", shape(&[4]), DType::F32).unwrap();
+    let nothing = g.leaf("nothing", shape(&[0]), DType::F32).unwrap();
+    let a = g.unary(Unary::Exp, x).unwrap();
+    let b = g.unary(Unary::Exp, nothing).unwrap();
+    let y = g.unary(Unary::Tanh, a).unwrap();
+    let plan = plan(&g, &[y, b], &Reference).unwrap();
+    let place = |node| plan.steps.iter().find(|s| s.node == node).unwrap().out.place;
+    let starts = [a, b].map(|node| match place(node) {
+        Place::Arena { start, .. } => Some(start),
+        Place::Leaf(_) => None,
+    });
+    assert_eq!(starts, [Some(0); 2]);
+    let host = bytes(&X);
+    let leaf = |l: &LeafSlot| Leaf::Host(if l.node == x { &host } else { &[] });
+    let leaves: Vec<Leaf<'_>> = plan.leaves.iter().map(leaf).collect();
+    let mut arena = Reference.arena(plan.arena_bytes).unwrap();
+    let done = Reference.run(&plan, &leaves, &mut *arena, Segment::default(), &());
+    assert_eq!(done, Ok(Progress::Done));
+}
+
+/// Queries, keys and values cut out of one projection, and their gradients: planned copies on a
+/// device that reads dense operands alone, in place elsewhere, and the same values.
+#[test]
+fn a_fused_projection_and_its_gradient_run_on_dense_operands_by_copies() {
+    let (rows, heads, kv, width) = (5, 4, 2, 6);
+    let wide = (heads + 2 * kv) * width;
+    let mut g = Graph::new();
+    let x = g.leaf("x", shape(&[rows, 8]), DType::F32).unwrap();
+    let w = g.leaf("attn_qkv", shape(&[wide, 8]), DType::F32).unwrap();
+    let seqs = g.leaf("seqs", shape(&[1, 3]), DType::I32).unwrap();
+    let dy = g.leaf("dy", shape(&[rows, heads, width]), DType::F32).unwrap();
+    let qkv = g.project(x, w).unwrap();
+    let mut part = |start: usize, n: usize| {
+        let cut = g.slice(qkv, 1, start * width, n * width).unwrap();
+        g.reshape(cut, &[rows, n, width]).unwrap()
+    };
+    let (q, k, v) = (part(0, heads), part(heads, kv), part(heads + kv, kv));
+    let attrs = AttentionAttrs { scale: 0.4.into(), window: None, softcap: None, prefix: false };
+    let y = g.push(Op::Attention(attrs), &[q, k, v, seqs], "attention").unwrap();
+    let back = vjp(&g, &[(y, dy)], &[x, w]).unwrap();
+    let outputs = [y, back.grads[0], back.grads[1]];
+
+    let mut rng = reference::check::Rng::new(1, "fused");
+    let mut random = |n: usize| {
+        let data: Vec<f32> = (0..n).map(|_| rng.between(-1.0, 1.0) as f32).collect();
+        bytes(&data)
+    };
+    let sequence: Vec<u8> = [0i32, rows as i32, 0].iter().flat_map(|i| i.to_le_bytes()).collect();
+    let values = [
+        (x, random(rows * 8)),
+        (w, random(wide * 8)),
+        (seqs, sequence),
+        (dy, random(rows * heads * width)),
+    ];
+    let run = |device: &dyn Device| {
+        let plan = plan(&back.graph, &outputs, device).unwrap();
+        let leaf = |l: &LeafSlot| &values.iter().find(|(id, _)| *id == l.node).unwrap().1;
+        let leaves: Vec<Leaf<'_>> = plan.leaves.iter().map(|l| Leaf::Host(leaf(l))).collect();
+        let mut arena = device.arena(plan.arena_bytes).unwrap();
+        arena.poison();
+        device.run(&plan, &leaves, &mut *arena, Segment::default(), &()).unwrap();
+        let read = |slot: &OutputSlot| {
+            let mut bytes = vec![0; slot.range.len()];
+            arena.read(slot.range.clone(), &mut bytes).unwrap();
+            bytes
+        };
+        (plan.copies, plan.outputs.iter().map(read).collect::<Vec<_>>())
+    };
+    let ((none, in_place), (copies, copied)) = (run(&Reference), run(&Dense));
+    // One for each of the three parts; their gradients are padded back from dense values.
+    assert_eq!((none, copies), (0, 3));
+    assert!(in_place == copied);
+}

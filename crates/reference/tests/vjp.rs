@@ -121,3 +121,19 @@ fn rows_that_do_not_count_give_zero() {
     assert_eq!(grads[..8], [0.0; 8]);
     assert!(grads[8..].iter().all(|g| g.is_finite() && *g != 0.0));
 }
+
+/// Of equals the first has the gradient, all of it: so a clipped ratio at the bound of PPO, where
+/// both branches are equal, still moves.
+#[test]
+fn of_equals_the_first_has_the_gradient() {
+    for kind in [Binary::Min, Binary::Max] {
+        let mut p = Program::new();
+        let (a, b) = (p.float("a", &[4]), p.float("b", &[4]));
+        p.leaves.insert(b, p.leaves[&a].clone());
+        let dy = p.float("dy", &[4]);
+        let y = p.graph.push(Op::Binary(kind), &[a, b], "y").unwrap();
+        let grads = p.gradients(&[(y, dy)], &[a, b]);
+        assert_eq!(grads[0], p.leaves[&dy]);
+        assert_eq!(grads[1].as_floats().unwrap(), [0.0; 4]);
+    }
+}

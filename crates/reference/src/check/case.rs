@@ -391,7 +391,7 @@ impl Cases {
 
 /// The bytes of one random block: random codes, and scales of either sign that make
 /// elements of about 1.
-fn random_block(format: TensorType, rng: &mut Rng) -> Vec<u8> {
+pub(super) fn random_block(format: TensorType, rng: &mut Rng) -> Vec<u8> {
     let mut block: Vec<u8> = (0..format.block_bytes()).map(|_| rng.next_u64() as u8).collect();
     let mut scale = |at: usize, size: f64| {
         let value = f16::from_f64(rng.sign() * size * rng.between(0.5, 1.0));

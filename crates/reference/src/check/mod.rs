@@ -14,6 +14,7 @@
 mod case;
 mod cases;
 mod measure;
+mod programs;
 mod report;
 mod rng;
 mod rule;
@@ -28,6 +29,7 @@ use graph::{Code, Device, Error, GluKind, GluOperand, Graph, NodeId, Op, Result,
 pub use case::{Case, CaseGraph, Cases, Expected, Fill, Input, Made, View, Wider};
 pub use cases::{cases, op_names};
 pub use measure::{MOST_EXCUSED, Measure, Mismatch};
+pub use programs::{Programs, check_programs};
 pub use report::{Failure, Nonconforming, OpReport, Report, Tally};
 pub use rng::Rng;
 

@@ -90,14 +90,16 @@ impl Report {
 
 impl fmt::Display for Report {
     /// A table with one or two rows per op, then the cases that compared zeros, then the
-    /// failures. "Refused" counts inputs without a gradient, and, against f64, faults.
+    /// failures. "Refused" counts inputs without a gradient, and, against f64, faults; "zeros"
+    /// cases that compare zeros alone.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let header = ["op", "against", "cases", "refused", "elements", "worst", "bound", "excused"];
-        let [op, against, cases, refused, elements, worst, bound, excused] = header;
+        let header =
+            ["op", "against", "cases", "refused", "elements", "worst", "bound", "excused", "zeros"];
+        let [op, against, cases, refused, elements, worst, bound, excused, zeros] = header;
         writeln!(
             f,
             "{op:<18} {against:<12} {cases:>6} {refused:>8} {elements:>9} {worst:>8} {bound:>6} \
-             {excused:>8}"
+             {excused:>8} {zeros:>5}"
         )?;
         for op in &self.ops {
             let rows = [("differences", &op.rule), ("f64", &op.device)];
@@ -106,8 +108,15 @@ impl fmt::Display for Report {
                 let refused = if against == "differences" { op.refusals } else { op.faults };
                 writeln!(
                     f,
-                    "{:<18} {against:<12} {:>6} {refused:>8} {:>9} {:>8.1e} {:>6.0e} {:>8}",
-                    op.op, t.cases, t.elements, t.worst, t.bound, t.excused
+                    "{:<18} {against:<12} {:>6} {refused:>8} {:>9} {:>8.1e} {:>6.0e} {:>8} \
+                     {:>5}",
+                    op.op,
+                    t.cases,
+                    t.elements,
+                    t.worst,
+                    t.bound,
+                    t.excused,
+                    t.zeros.len()
                 )?;
             }
         }

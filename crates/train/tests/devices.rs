@@ -1,0 +1,165 @@
+//! Training on devices that lack a kernel or break down.
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests may panic
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use gguf::TensorType;
+use graph::{
+    Arena, Call, Code, DType, Device, Fault, HostTensor, Leaf, Needs, Plan, Progress, Recompute,
+    Resident, Segment, Stop, Unsupported,
+};
+use model::Model;
+use testkit::{Random, Toy};
+use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, select_targets};
+
+/// A processor with a shortcoming.
+struct Odd {
+    inner: cpu::Cpu,
+    /// The op it has no kernel for.
+    lacks: Mutex<Option<&'static str>>,
+    /// Breaks down in the middle of the next run that has gradients.
+    breaks: AtomicBool,
+    /// Arenas taken.
+    arenas: AtomicUsize,
+}
+
+impl Odd {
+    fn new() -> Arc<Odd> {
+        Arc::new(Odd {
+            inner: cpu::Cpu::new(2, None).unwrap(),
+            lacks: Mutex::new(None),
+            breaks: AtomicBool::new(false),
+            arenas: AtomicUsize::new(0),
+        })
+    }
+}
+
+/// Stops before a step.
+struct Until(usize, AtomicUsize);
+
+impl Stop for Until {
+    fn should_stop(&self) -> bool {
+        self.1.fetch_add(1, Ordering::Relaxed) >= self.0
+    }
+}
+
+impl Device for Odd {
+    fn name(&self) -> &'static str {
+        "odd"
+    }
+
+    fn family(&self) -> &'static str {
+        "test"
+    }
+
+    fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {
+        let name = call.op.name();
+        if *self.lacks.lock().unwrap() == Some(name) {
+            return Err(Unsupported::Kernel(name.to_string()));
+        }
+        self.inner.supports(call)
+    }
+
+    fn load(&self, tensor: &HostTensor<'_>) -> Result<Arc<dyn Resident>, Fault> {
+        self.inner.load(tensor)
+    }
+
+    fn arena(&self, bytes: usize) -> Result<Box<dyn Arena>, Fault> {
+        self.arenas.fetch_add(1, Ordering::Relaxed);
+        self.inner.arena(bytes)
+    }
+
+    fn run(
+        &self,
+        plan: &Plan,
+        leaves: &[Leaf<'_>],
+        arena: &mut dyn Arena,
+        from: Segment,
+        stop: &dyn Stop,
+    ) -> Result<Progress, Fault> {
+        let middle = plan.steps.iter().position(|s| s.op.name() == "SwigluBack");
+        if let Some(at) = middle.filter(|_| self.breaks.swap(false, Ordering::Relaxed)) {
+            // What ran so far has written the arena.
+            self.inner.run(plan, leaves, arena, from, &Until(at, AtomicUsize::new(0)))?;
+            let node = plan.steps.get(at).map_or("", |s| &*s.name);
+            return Err(Fault::new(Code::Internal, node, "the device broke down"));
+        }
+        self.inner.run(plan, leaves, arena, from, stop)
+    }
+}
+
+fn toy(device: Arc<dyn Device>) -> Model {
+    let bytes = Toy::new("llama", TensorType::Q4_1, 3).gguf().unwrap();
+    Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
+}
+
+fn trainer(model: &Model) -> train::Result<Trainer<'_>> {
+    let config = TrainConfig {
+        targets: select_targets(model, &["all".into()]).unwrap(),
+        rank: 4,
+        alpha: 12.0,
+        lr: 3e-3,
+        schedule: Schedule::Cosine,
+        warmup: 1,
+        weight_decay: 0.0,
+        epochs: 2,
+        accumulate: 1,
+        clip: 1.0,
+        seed: 11,
+        graph: GraphConfig { rows: 64, cache: DType::F16, recompute: Recompute::None },
+    };
+    Trainer::new(model, config)
+}
+
+/// Trains and returns the adapter's file, or the error.
+fn train(model: &Model, name: &str) -> train::Result<Vec<u8>> {
+    let mut random = Random::new(5);
+    let examples = [12, 30, 19, 8].map(|n| Example {
+        tokens: (0..n).map(|_| random.below(320) as u32).collect(),
+        weights: vec![1.0; n],
+    });
+    let outcome = trainer(model)?.run(&examples, &mut |_| true)?;
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.gguf"));
+    outcome.adapter.write(&path, model).unwrap();
+    Ok(std::fs::read(&path).unwrap())
+}
+
+/// Also one that only gradients need, however well the device serves: by op, node and device,
+/// before memory is taken.
+#[test]
+fn a_missing_kernel_is_refused_by_name_before_anything_runs() {
+    let device = Odd::new();
+    let model = toy(device.clone());
+    for (op, node) in [("Swiglu", "blk.0.ffn_gate.weight"), ("CrossEntropyBack", "loss")] {
+        *device.lacks.lock().unwrap() = Some(op);
+        let before = device.arenas.load(Ordering::Relaxed);
+        let error = train(&model, "lacking").unwrap_err();
+        assert_eq!(device.arenas.load(Ordering::Relaxed), before, "{op}: memory was taken");
+        let train::Error::Model(model::Error::Graph(graph::Error::Refusal(refusal))) = error else {
+            panic!("{op}: {error}");
+        };
+        assert_eq!((refusal.code, refusal.op.as_str()), (Code::NoKernel, op));
+        assert_eq!(refusal.node, node);
+        assert_eq!(refusal.device.as_deref(), Some("odd (test)"));
+        assert!(!refusal.to_string().contains('\n'));
+    }
+    *device.lacks.lock().unwrap() = None;
+    assert!(train(&model, "whole").is_ok());
+}
+
+#[test]
+fn a_device_that_breaks_down_stops_its_job_and_no_other() {
+    let device = Odd::new();
+    let model = toy(device.clone());
+    let before = train(&model, "before").unwrap();
+    device.breaks.store(true, Ordering::Relaxed);
+    let error = train(&model, "broken").unwrap_err();
+    let train::Error::Model(model::Error::Graph(graph::Error::Fault(fault))) = error else {
+        panic!("{error}")
+    };
+    assert_eq!(fault.code, Code::Internal);
+    assert!(fault.node.starts_with("blk."), "{}", fault.node);
+    assert!(train(&model, "after").unwrap() == before, "a fault changed the next job");
+}
