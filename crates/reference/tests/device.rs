@@ -221,7 +221,7 @@ fn a_fused_projection_and_its_gradient_run_on_dense_operands_by_copies() {
         g.reshape(cut, &[rows, n, width]).unwrap()
     };
     let (q, k, v) = (part(0, heads), part(heads, kv), part(heads + kv, kv));
-    let attrs = AttentionAttrs { scale: 0.4.into(), window: None, softcap: None, prefix: false };
+    let attrs = AttentionAttrs::new(0.4);
     let y = g.push(Op::Attention(attrs), &[q, k, v, seqs], "attention").unwrap();
     let back = vjp(&g, &[(y, dy)], &[x, w]).unwrap();
     let outputs = [y, back.grads[0], back.grads[1]];

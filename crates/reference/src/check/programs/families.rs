@@ -2,9 +2,9 @@
 
 use gguf::TensorType;
 use graph::{
-    AttentionAttrs, AttentionOperand, Binary, DType, GatedDeltaAttrs, GluKind, GluOperand,
-    KeyHeads, LoraOperand, NodeId, NormKind, NormOperand, Op, Order, Real, RopeAngles, RopeStyle,
-    Sections, Shape, SoftmaxAttrs, SsmConvOperand, SsmConvStateOperand, Unary, Yarn,
+    AttentionAttrs, AttentionOperand, Binary, CrossEntropyAttrs, DType, GatedDeltaAttrs, GluKind,
+    GluOperand, KeyHeads, LoraOperand, NodeId, NormKind, NormOperand, Op, Order, Real, RopeAngles,
+    RopeStyle, Sections, Shape, SoftmaxAttrs, SsmConvOperand, SsmConvStateOperand, Unary, Yarn,
 };
 
 use super::maker::Maker;
@@ -357,12 +357,14 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
         Family::Attention => {
             let a = attention(m)?;
             let mut args = vec![a.q, a.k, a.v, a.seqs];
+            args.extend(a.sinks);
             args.extend(a.pages);
             m.push(Op::Attention(a.attrs), &args)
         }
         Family::AttentionStats => {
             let a = attention(m)?;
             let mut args = vec![a.q, a.k, a.seqs];
+            args.extend(a.sinks);
             args.extend(a.pages.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, p)| p));
             m.push(Op::AttentionStats(a.attrs), &args)
         }
@@ -374,8 +376,16 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             let delta = m.like(&[rows, heads])?;
             let dout = m.like(&[rows, heads, *v.get(2)?])?;
             let mut args = vec![a.q, a.k, a.v, a.seqs, lse, delta, dout];
+            args.extend(a.sinks);
             args.extend(a.pages);
-            let wrt = m.pick(&[AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V])?;
+            let mut all = vec![AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V];
+            if a.attrs.sinks {
+                all.push(AttentionOperand::Sinks);
+            }
+            if a.attrs.prefix {
+                all.extend([AttentionOperand::KPages, AttentionOperand::VPages]);
+            }
+            let wrt = m.pick(&all)?;
             m.push(Op::AttentionBack { attrs: a.attrs, wrt }, &args)
         }
         Family::SsmConv => {
@@ -425,12 +435,18 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
         }
         Family::CrossEntropy => {
             let (logits, labels) = logits(m)?;
-            m.push(Op::CrossEntropy, &[logits, labels])
+            let (attrs, weights) = weighted(m, labels)?;
+            let mut args = vec![logits, labels];
+            args.extend(weights);
+            m.push(Op::CrossEntropy(attrs), &args)
         }
         Family::CrossEntropyBack => {
             let (logits, labels) = logits(m)?;
             let dy = m.like(&m.dims(labels))?;
-            m.push(Op::CrossEntropyBack, &[logits, labels, dy])
+            let (attrs, weights) = weighted(m, labels)?;
+            let mut args = vec![logits, labels, dy];
+            args.extend(weights);
+            m.push(Op::CrossEntropyBack(attrs), &args)
         }
     }
 }
@@ -677,6 +693,18 @@ fn logits(m: &mut Maker) -> Option<(NodeId, NodeId)> {
     Some((x, labels))
 }
 
+/// What a loss does to logits, and its weights.
+fn weighted(m: &mut Maker, labels: NodeId) -> Option<(CrossEntropyAttrs, Option<NodeId>)> {
+    let weighted = m.chance(30);
+    let attrs = CrossEntropyAttrs {
+        scale: m.pick(&[1.0, 1.0, 0.5])?.into(),
+        softcap: m.pick(&[None, None, Some(Real::new(3.0))])?,
+        weighted,
+    };
+    let weights = if weighted { Some(m.floats(&m.dims(labels), 0.5, 2.0)?) } else { None };
+    Some((attrs, weights))
+}
+
 /// Operands of attention.
 struct Attention {
     attrs: AttentionAttrs,
@@ -684,6 +712,7 @@ struct Attention {
     k: NodeId,
     v: NodeId,
     seqs: NodeId,
+    sinks: Option<NodeId>,
     /// Pages of keys and values, and their table, where a prefix is cached.
     pages: Vec<NodeId>,
 }
@@ -712,9 +741,13 @@ fn attention(m: &mut Maker) -> Option<Attention> {
     let attrs = AttentionAttrs {
         scale: m.pick(&[0.5, 1.0])?.into(),
         window: m.pick(&[None, None, Some(1), Some(2), Some(100)])?,
+        chunk: m.pick(&[None, None, None, Some(1), Some(3)])?,
         softcap: m.pick(&[None, None, Some(Real::new(2.0))])?,
+        alibi: m.pick(&[None, None, Some(Real::new(8.0))])?,
+        sinks: m.chance(30),
         prefix,
     };
+    let sinks = if attrs.sinks { Some(m.like(&[kv * group])?) } else { None };
     let q = m.like(&[rows, kv * group, width])?;
     let k = m.like(&[rows, kv, width])?;
     let v = m.like(&[rows, kv, wide])?;
@@ -727,7 +760,7 @@ fn attention(m: &mut Maker) -> Option<Attention> {
         }
         cached.push(m.ints(&[count, most], table)?);
     }
-    Some(Attention { attrs, q, k, v, seqs, pages: cached })
+    Some(Attention { attrs, q, k, v, seqs, sinks, pages: cached })
 }
 
 fn elements(m: &Maker, x: NodeId) -> usize {

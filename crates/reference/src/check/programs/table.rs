@@ -81,8 +81,8 @@ pub(super) fn family(op: &Op) -> Family {
         Op::SsmScanBack { .. } => Family::SsmScanBack,
         Op::GatedDeltaRule(_) => Family::GatedDeltaRule,
         Op::GatedDeltaRuleBack(_) => Family::GatedDeltaRuleBack,
-        Op::CrossEntropy => Family::CrossEntropy,
-        Op::CrossEntropyBack => Family::CrossEntropyBack,
+        Op::CrossEntropy(_) => Family::CrossEntropy,
+        Op::CrossEntropyBack(_) => Family::CrossEntropyBack,
     }
 }
 
@@ -128,8 +128,10 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::SsmConvState => i == 2,
         Op::SsmScan | Op::GatedDeltaRule(_) => i == 6,
         Op::Lora { .. } => i == 2 || (i > 2 && i % 3 == 2),
-        Op::Attention(_) => i > 2,
-        Op::CrossEntropy => i == 1,
+        // Sequences, and the table of pages, which is the last.
+        Op::Attention(attrs) => i == 3 || (attrs.prefix && i + 1 == node.args.len()),
+        // Labels, and weights.
+        Op::CrossEntropy(_) => i > 0,
         Op::ClampBack { .. }
         | Op::GluBack { .. }
         | Op::SoftmaxBack { .. }
@@ -144,7 +146,7 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         | Op::SsmConvStateBack { .. }
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRuleBack(_)
-        | Op::CrossEntropyBack => true,
+        | Op::CrossEntropyBack(_) => true,
     }
 }
 
@@ -261,7 +263,7 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::GatedDeltaRule(_)
         | Op::Lora { .. }
         | Op::Attention(_)
-        | Op::CrossEntropy
+        | Op::CrossEntropy(_)
         // Gradients have no gradient: nothing that moves passes through them.
         | Op::ClampBack { .. }
         | Op::GluBack { .. }
@@ -277,6 +279,6 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::SsmConvStateBack { .. }
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRuleBack(_)
-        | Op::CrossEntropyBack => {}
+        | Op::CrossEntropyBack(_) => {}
     }
 }
