@@ -222,3 +222,30 @@ fn values_and_gradients_are_finite_where_the_true_ones_are() {
     found.truncate(60);
     assert!(found.is_empty(), "{count} are not finite:\n{}", found.join("\n"));
 }
+
+/// A row that counts nothing gives exactly zero, though its logits are not finite.
+#[test]
+fn a_row_without_weight_or_label_gives_zero() {
+    let mut g = Graph::new();
+    let leaf = |g: &mut Graph, name: &str, dims: &[usize], dtype| {
+        g.leaf(name, shape(dims), dtype).unwrap()
+    };
+    let logits = leaf(&mut g, "logits", &[3, 5], DType::F32);
+    let labels = leaf(&mut g, "labels", &[3], DType::I32);
+    let dy = leaf(&mut g, "dy", &[3], DType::F32);
+    let op = Op::CrossEntropy(CrossEntropyAttrs::PLAIN);
+    let loss = g.push(op, &[logits, labels], "loss").unwrap();
+    let back = vjp(&g, &[(loss, dy)], &[logits]).unwrap();
+    let mut data = vec![f32::INFINITY; 5];
+    data.extend([f32::NAN; 5]);
+    data.extend([1.0, -2.0, 0.5, 3.0, 0.25]);
+    // Labels 2, none and 3 by their bits; the first row's weight is 0.
+    let bits = [2u32, u32::MAX, 3].map(f32::from_bits).to_vec();
+    let leaves = [(logits, data), (labels, bits), (dy, vec![0.0, 1.0, 1.0])];
+    for family in Family::ALL.into_iter().filter(|f| f.is_available()) {
+        let cpu = Cpu::new(1, Some(family)).unwrap();
+        let grads = run(&cpu, &back.graph, &back.grads, &leaves).remove(0);
+        assert_eq!(grads[..10], [0.0; 10], "{}", family.name());
+        assert!(grads[10..].iter().all(|g| g.is_finite() && *g != 0.0), "{}", family.name());
+    }
+}

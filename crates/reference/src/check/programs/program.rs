@@ -86,7 +86,7 @@ impl Program {
         let shown = |reads: &[Vec<bool>], x: NodeId| {
             self.cotangents.iter().any(|(y, _)| reads[y.index()][x.index()])
         };
-        for &x in self.wrt.iter().filter(|&&x| !shown(&smooth, x)) {
+        if let Some(&x) = self.wrt.iter().find(|&&x| !shown(&smooth, x)) {
             let all = self.reading(|_, _| true);
             for id in graph.ids().filter(|&id| index(id) && shown(&all, id)) {
                 let args = &graph.node(id).args;
