@@ -51,7 +51,7 @@ fn scaled(graph: &Graph, cotangents: &[(NodeId, NodeId)], wrt: &[NodeId]) -> Res
 
 #[test]
 fn a_wrong_gradient_is_found_and_shortened() {
-    let found = check_some(None, 3, 0..1000, &scaled);
+    let found = check_some(None, 3, 0..3000, &scaled);
     assert!(found.failures.len() > 5, "{found}");
     let ops = |failure: &str| {
         failure.lines().filter(|l| l.contains(" = ") && !l.contains("= Leaf")).count()
