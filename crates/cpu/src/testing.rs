@@ -118,6 +118,19 @@ impl Case {
         self.run_in_pieces(cpu, outputs, &())
     }
 
+    /// The gradients of `y` for `wrt`, under a cotangent.
+    pub(crate) fn gradients(
+        &self,
+        cpu: &Cpu,
+        y: NodeId,
+        dy: NodeId,
+        wrt: &[NodeId],
+    ) -> Vec<Vec<f32>> {
+        let back = graph::vjp(&self.graph, &[(y, dy)], wrt).unwrap();
+        let bytes = self.run_graph(&back.graph, cpu, &back.grads, &()).unwrap();
+        bytes.iter().map(|bytes| to_floats(bytes)).collect()
+    }
+
     /// As [`Case::run`], resumed until done whenever `stop` ends a run.
     pub(crate) fn run_in_pieces(
         &self,
@@ -125,7 +138,18 @@ impl Case {
         outputs: &[NodeId],
         stop: &dyn Stop,
     ) -> Result<Vec<Vec<u8>>, Fault> {
-        let plan = plan(&self.graph, outputs, cpu).unwrap();
+        self.run_graph(&self.graph, cpu, outputs, stop)
+    }
+
+    /// Runs a graph that begins with this one's nodes.
+    fn run_graph(
+        &self,
+        graph: &Graph,
+        cpu: &Cpu,
+        outputs: &[NodeId],
+        stop: &dyn Stop,
+    ) -> Result<Vec<Vec<u8>>, Fault> {
+        let plan = plan(graph, outputs, cpu).unwrap();
         let loaded: Vec<_> = plan.leaves.iter().map(|slot| self.load(cpu, slot.node)).collect();
         let leaves = plan.leaves.iter().zip(&loaded).map(|(slot, loaded)| match loaded {
             Some(weight) => Leaf::Resident(&**weight),

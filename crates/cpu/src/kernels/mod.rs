@@ -12,6 +12,8 @@ mod layout;
 mod lora;
 mod loss;
 mod norm;
+#[cfg(test)]
+mod prior_art;
 mod quantize;
 mod recurrent;
 mod rope;

@@ -11,6 +11,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod fuzz;
+mod heads;
 mod rows;
 mod table;
 
