@@ -116,6 +116,14 @@ impl Driver for Forward<'_> {
                     }
                 }
                 let panel = self.weight.panel(p).as_ptr();
+                if rows <= 2 {
+                    // The next panel's scales: they lie behind its codes, whose stream has not
+                    // come near when they are expanded.
+                    let next = panel.wrapping_add(g.panel_bytes);
+                    for at in (g.scales_at..g.panel_bytes).step_by(64) {
+                        s.prefetch(next.wrapping_add(at));
+                    }
+                }
                 for (first, size) in blocks(rows, S::INT_BLOCK.0) {
                     let row = self.rows.start + first;
                     let block = Block {
