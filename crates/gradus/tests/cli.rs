@@ -302,6 +302,54 @@ fn wrong_input_is_one_line_and_exit_code_1() {
     train(&data, &["--template", "no-such"], &["no-such"]);
 }
 
+/// A copy of a fixture without the keys and tensors of these names, and with other texts for some
+/// keys.
+fn damaged(to: &str, arch: &str, without: &[&str], with: &[(&str, &str)]) -> String {
+    let file = gguf::Gguf::open(fixture(arch, "model.gguf")).unwrap();
+    let mut metadata = gguf::Metadata::new();
+    for (key, value) in file.metadata().iter().filter(|(key, _)| !without.contains(key)) {
+        metadata.insert(key, value.clone());
+    }
+    for (key, text) in with {
+        metadata.insert(*key, (*text).to_string());
+    }
+    let kept = file.tensors().filter(|t| !without.contains(&t.info.name.as_str()));
+    let tensors = kept.map(|t| (t.info.clone(), t.bytes.to_vec().into())).collect::<Vec<_>>();
+    gguf::write(Path::new(to), &metadata, tensors).unwrap();
+    to.to_string()
+}
+
+#[test]
+fn models_that_are_not_whole_are_refused_by_key_and_tensor() {
+    let folder = Folder::new("damaged");
+    let to = folder.file("m.gguf");
+    let check = |without: &[&str], with: &[(&str, &str)], flags: &[&str], parts: &[&str]| {
+        let model = damaged(&to, "llama", without, with);
+        let mut args = vec!["run", "-m", &model, "-p", "x"];
+        args.extend(flags);
+        fails(&args, 1, &[&["m.gguf"], parts].concat());
+    };
+    let raw: &[&str] = &["--raw"];
+    check(&[], &[("general.architecture", "mamba9")], raw, &["mamba9", "llama", "qwen2", "gemma3"]);
+    check(&["general.architecture"], &[], raw, &["general.architecture"]);
+    for key in ["block_count", "embedding_length", "attention.head_count", "context_length"] {
+        let key = format!("llama.{key}");
+        check(&[&key], &[], raw, &[&key]);
+        check(&[], &[(&key, "many")], raw, &[&key]);
+    }
+    check(&["blk.1.ffn_up.weight"], &[], raw, &["blk.1.ffn_up.weight"]);
+    check(&["output_norm.weight"], &[], raw, &["output_norm.weight"]);
+    for key in ["tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"] {
+        check(&[key], &[], raw, &[key]);
+    }
+    let template = "tokenizer.chat_template";
+    check(&[], &[(template, "{% for m in messages %}")], &[], &[template]);
+    check(&[], &[(template, "{{ raise_exception('no') }}")], &[], &[template, "no"]);
+    let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}\
+                   x{% endfor %}{% endfor %}{% endfor %}";
+    check(&[], &[(template, endless)], &[], &[template]);
+}
+
 /// A few conversations.
 fn facts() -> String {
     let line = |q: &str, a: &str| {
