@@ -134,7 +134,18 @@ fn bug_10_small_differences_of_log_probabilities_survive() {
             // Half an ulp of d: what is left of d^2/2 once d is taken off.
             let exact = f64::from(d).exp_m1();
             assert!((f64::from(got[0]) - exact).abs() <= f64::from(d).abs() * 1.2e-7, "{got:?}");
+            let log = case.graph.unary(Unary::Log1p, x).unwrap();
+            let got = to_floats(&case.run(&cpu, &[log]).unwrap()[0]);
+            let exact = f64::from(d).ln_1p();
+            assert!((f64::from(got[0]) - exact).abs() <= exact.abs() * 3e-7, "{got:?}");
         }
+        // What is left of a softplus far below 0 is e^x.
+        let mut case = Case::new();
+        let x = case.floats("x", &[1], &[-15.0]);
+        let y = case.graph.unary(Unary::Softplus, x).unwrap();
+        let got = f64::from(to_floats(&case.run(&cpu, &[y]).unwrap()[0])[0]);
+        let exact = (-15f64).exp().ln_1p();
+        assert!((got - exact).abs() <= exact * 1e-6, "{got}");
     }
 }
 
