@@ -41,9 +41,18 @@ fn twenty_seeds() {
 /// Case counts that the project has promised not to fall below.
 #[test]
 fn cases_are_many() {
-    let report = check_all(None, 3, Some("add"));
-    let least = [("Add", 59), ("ScatterAdd", 51)];
-    for (op, least) in least {
+    let least = [
+        ("Add", 59),
+        ("Sub", 57),
+        ("Mul", 59),
+        ("Div", 57),
+        ("Gather", 111),
+        ("ScatterAdd", 55),
+        ("Attention", 120),
+    ];
+    let units = GluKind::ALL.map(|kind| (Op::Glu(kind).name(), 24));
+    for (op, least) in least.into_iter().chain(units) {
+        let report = check_all(None, 3, Some(op));
         let report = report.ops.iter().find(|r| r.op == op).unwrap();
         let cases = report.rule.as_ref().unwrap().cases;
         assert!(cases >= least, "{op} has {cases} cases");

@@ -59,12 +59,14 @@ pub fn gather(c: &mut Cases) {
     // One table and ids of more dimensions.
     for dims in [&[2, 3][..], &[3, 1], &[1, 5], &[2, 2, 2], &[3, 1, 2]] {
         for cols in [1, 6, 17] {
-            c.add(format!("ids {dims:?} of one table [5, {cols}]"), move |g| {
-                g.cotangents(Fill::POSITIVE);
-                let table = g.float("table", &[5, cols], Fill::POSITIVE)?;
-                let ids = some_ids(g, dims, 5)?;
-                g.graph.gather(table, ids, "y")
-            });
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                c.add(format!("ids {dims:?} of one {dtype} table [5, {cols}]"), move |g| {
+                    g.cotangents(Fill::POSITIVE);
+                    let table = g.float_of("table", &[5, cols], dtype, Fill::POSITIVE)?;
+                    let ids = some_ids(g, dims, 5)?;
+                    g.graph.gather(table, ids, "y")
+                });
+            }
         }
     }
     // A table for every leading index: 3-D and 4-D tables, 2-D and 3-D ids.
