@@ -26,6 +26,26 @@ fn every_rule_and_the_interpreter_as_a_device() {
     }
     let faults: usize = report.ops.iter().map(|op| op.faults).sum();
     assert!(faults >= 30, "{faults}");
+    // Case counts that the project has promised not to fall below.
+    let least = [
+        ("Add", 59),
+        ("Sub", 57),
+        ("Mul", 59),
+        ("Div", 57),
+        ("Gather", 111),
+        ("ScatterAdd", 55),
+        ("Attention", 120),
+        ("SsmConv", 24),
+        ("SsmConvState", 24),
+        ("SsmScan", 24),
+        ("GatedDeltaRule", 60),
+    ];
+    let units = GluKind::ALL.map(|kind| (Op::Glu(kind).name(), 24));
+    for (op, least) in least.into_iter().chain(units) {
+        let report = report.ops.iter().find(|r| r.op == op).unwrap();
+        let cases = report.rule.as_ref().unwrap().cases;
+        assert!(cases >= least, "{op} has {cases} cases");
+    }
 }
 
 /// Run with `cargo test --release -p gradus-reference -- --ignored`.
@@ -35,40 +55,6 @@ fn twenty_seeds() {
     for seed in 100..120 {
         let report = check_all(Some(&Reference), seed, None);
         assert!(report.passed(), "seed {seed}\n{report}");
-    }
-}
-
-/// Case counts that the project has promised not to fall below.
-#[test]
-fn cases_are_many() {
-    let least = [
-        ("Add", 59),
-        ("Sub", 57),
-        ("Mul", 59),
-        ("Div", 57),
-        ("Gather", 111),
-        ("ScatterAdd", 55),
-        ("Attention", 120),
-    ];
-    let units = GluKind::ALL.map(|kind| (Op::Glu(kind).name(), 24));
-    for (op, least) in least.into_iter().chain(units) {
-        let report = check_all(None, 3, Some(op));
-        let report = report.ops.iter().find(|r| r.op == op).unwrap();
-        let cases = report.rule.as_ref().unwrap().cases;
-        assert!(cases >= least, "{op} has {cases} cases");
-    }
-}
-
-#[test]
-fn recurrences_have_many_cases() {
-    let least = [("SsmConv", 24), ("SsmConvState", 24), ("SsmScan", 24), ("GatedDeltaRule", 60)];
-    for (op, least) in least {
-        let report = check_all(Some(&Reference), 5, Some(op));
-        assert!(report.passed(), "{report}");
-        let report = report.ops.iter().find(|r| r.op == op).unwrap();
-        let cases = report.rule.as_ref().unwrap().cases;
-        assert!(cases >= least, "{op} has {cases} cases");
-        println!("{op} has {cases} cases, {} graphs", report.device.as_ref().unwrap().cases);
     }
 }
 
