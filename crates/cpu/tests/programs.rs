@@ -4,7 +4,7 @@
 //! than those of seed 2.
 
 use cpu::{Cpu, Family};
-use reference::check::check_programs;
+use reference::check::{check_placed, check_programs};
 
 #[test]
 fn programs_compute_what_they_do_in_f64() {
@@ -20,6 +20,39 @@ fn programs_compute_what_they_do_in_f64() {
         assert!(report.passed(), "{}: {report}", family.name());
         assert!(report.on_device as u64 > count / 2);
     }
+}
+
+/// Also what `strict` refuses, and that the arenas are exactly as large as planned.
+#[test]
+fn programs_over_two_devices_compute_what_one_does() {
+    let cpu = Cpu::new(2, None).unwrap();
+    let found = check_placed(&cpu, 11, 1_500);
+    assert!(found.failures.is_empty(), "{}", found.failures.join("\n"));
+    // Were nothing to fall back, nothing would be compared.
+    let enough = found.compared > 1_000 && found.several > 500 && found.refused > 500;
+    assert!(enough && found.crossed > 100_000, "{found:?}");
+    println!("{found:?}");
+}
+
+/// What no device runs is refused as the first that cannot run, in graph order.
+#[test]
+fn what_no_device_runs_is_refused() {
+    use graph::{Code, DType, Device, Error, Graph, Op, Policy, Shape, Unary, place};
+    let cpu = Cpu::new(1, None).unwrap();
+    let shape = |dims: &[usize]| Shape::new(dims).unwrap();
+    let mut g = Graph::new();
+    let w = g.weight("w", shape(&[4, 32]), DType::F32).unwrap();
+    let turned = g.permute(w, &[1, 0]).unwrap();
+    let x = g.leaf("x", shape(&[3, 4]), DType::F32).unwrap();
+    let tanh = g.unary(Unary::Tanh, x).unwrap();
+    let y = g.push(Op::MatMul { ta: false, tb: true }, &[tanh, turned], "y").unwrap();
+    let devices: [&dyn Device; 2] = [&cpu, &cpu];
+    match place(&g, &[y], &devices, Policy::Fallback) {
+        Err(Error::Refusal(refusal)) => assert_eq!(refusal.code, Code::NoKernel, "{refusal}"),
+        other => panic!("{other:?}"),
+    }
+    let none = place(&g, &[y], &[], Policy::Fallback).unwrap_err();
+    assert_eq!(none.code(), Code::InvalidInput);
 }
 
 /// Rows of a part of a packed weight, and a product with its transpose: refused by name, where

@@ -159,7 +159,12 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
     let fed = &tokens[..tokens.len() - 1];
     let want = WantLogits::All;
     let served = engine.forward(&[Rows { seq, tokens: fed, adapter: None, want }]).unwrap();
-    let config = GraphConfig { rows: fed.len(), cache, recompute: Recompute::None };
+    let config = GraphConfig {
+        rows: fed.len(),
+        cache,
+        recompute: Recompute::None,
+        ..GraphConfig::default()
+    };
     let mut gradients = Gradients::new(model, config).unwrap();
     // Something must be differentiated by: the last norm's weight costs the least.
     let norm = "output_norm.weight";

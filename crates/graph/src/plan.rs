@@ -101,16 +101,35 @@ const ALIGN: usize = 64;
 /// `Refusal` with [`Code::NoKernel`] for the first node, in graph order, that the device has no
 /// kernel for.
 pub fn plan(graph: &Graph, outputs: &[NodeId], device: &dyn Device) -> Result<Plan> {
-    let live = live(graph, outputs)?;
-    let views = Views::resolve(graph, &live, outputs, device)?;
+    plan_part(graph, outputs, device, &|_| false).map_err(|blocked| blocked.error)
+}
+
+/// Why there is no plan, and the node it is about.
+pub(crate) struct Blocked {
+    pub(crate) node: Option<NodeId>,
+    pub(crate) error: Error,
+}
+
+/// As [`plan()`], where the values of the nodes that are `given` come from elsewhere: they are
+/// leaves to this plan.
+pub(crate) fn plan_part(
+    graph: &Graph,
+    outputs: &[NodeId],
+    device: &dyn Device,
+    given: &dyn Fn(NodeId) -> bool,
+) -> std::result::Result<Plan, Blocked> {
+    let is_leaf = |id| matches!(graph.node(id).op, Op::Leaf) || given(id);
+    let leaf: Vec<bool> = graph.ids().map(is_leaf).collect();
+    let live = live(graph, outputs, &leaf).map_err(|error| Blocked { node: None, error })?;
+    let views = Views::resolve(graph, leaf, &live, outputs, device)?;
     let steps = graph.ids().filter(|&id| flag(&live, id) && views.stored(graph, id));
     let steps = steps.map(|id| (id, views.reads(graph, id))).collect();
     let order = schedule(graph, steps, outputs);
     lay_out(graph, &views, &order, outputs, device)
 }
 
-/// Which nodes the outputs depend on.
-fn live(graph: &Graph, outputs: &[NodeId]) -> Result<Vec<bool>> {
+/// Which nodes the outputs depend on, up to the leaves.
+pub(crate) fn live(graph: &Graph, outputs: &[NodeId], leaf: &[bool]) -> Result<Vec<bool>> {
     let mut live = vec![false; graph.len()];
     for out in outputs {
         match live.get_mut(out.index()) {
@@ -119,7 +138,7 @@ fn live(graph: &Graph, outputs: &[NodeId]) -> Result<Vec<bool>> {
         }
     }
     for id in graph.ids().rev() {
-        if flag(&live, id) {
+        if flag(&live, id) && !flag(leaf, id) {
             for a in &graph.node(id).args {
                 if let Some(flag) = live.get_mut(a.index()) {
                     *flag = true;
@@ -130,12 +149,14 @@ fn live(graph: &Graph, outputs: &[NodeId]) -> Result<Vec<bool>> {
     Ok(live)
 }
 
-fn flag(flags: &[bool], id: NodeId) -> bool {
+pub(crate) fn flag(flags: &[bool], id: NodeId) -> bool {
     flags.get(id.index()).copied().unwrap_or(false)
 }
 
 /// Where the elements of each node are: in which node's storage, and how.
 struct Views {
+    /// Leaves, and what comes from elsewhere.
+    leaf: Vec<bool>,
     /// Per node: the node whose storage holds it, and its layout there.
     at: Vec<(NodeId, Layout)>,
     /// View nodes, and leaves that are outputs: they get storage of their own, filled by a copy.
@@ -146,15 +167,15 @@ impl Views {
     /// Asks the device about every node in turn; copies the views it does not read in place.
     fn resolve(
         graph: &Graph,
+        leaf: Vec<bool>,
         live: &[bool],
         outputs: &[NodeId],
         device: &dyn Device,
-    ) -> Result<Views> {
+    ) -> std::result::Result<Views, Blocked> {
         let n = graph.len();
-        let mut views = Views { at: Vec::with_capacity(n), copied: vec![false; n] };
+        let mut views = Views { leaf, at: Vec::with_capacity(n), copied: vec![false; n] };
         for &out in outputs {
-            let op = &graph.node(out).op;
-            if op.is_view() || matches!(op, Op::Leaf) {
+            if graph.node(out).op.is_view() || views.is_leaf(out) {
                 views.copy(out);
             }
         }
@@ -162,12 +183,17 @@ impl Views {
         // back marks one more copy, so the loop ends.
         let ids: Vec<NodeId> = graph.ids().collect();
         while let Some(&id) = ids.get(views.at.len()) {
-            if let Some(copy) = views.visit(graph, live, id, device)? {
+            let visited = views.visit(graph, live, id, device);
+            if let Some(copy) = visited.map_err(|error| Blocked { node: Some(id), error })? {
                 views.copy(copy);
                 views.at.truncate(copy.index());
             }
         }
         Ok(views)
+    }
+
+    fn is_leaf(&self, id: NodeId) -> bool {
+        flag(&self.leaf, id)
     }
 
     fn copy(&mut self, id: NodeId) {
@@ -188,6 +214,7 @@ impl Views {
         let stored = self.stored(graph, id);
         if let Some(&source) = node.args.first()
             && node.op.is_view()
+            && !self.is_leaf(id)
             && !stored
             && flag(live, id)
         {
@@ -213,7 +240,9 @@ impl Views {
             Ok(_) => Ok(None),
             Err(Unsupported::Kernel(what)) => Err(no_kernel(graph, id, op, None, device, what)),
             Err(Unsupported::Layout(i)) => {
-                let is_view = |a: NodeId| graph.node(a).op.is_view() && !flag(&self.copied, a);
+                let is_view = |a: NodeId| {
+                    graph.node(a).op.is_view() && !self.is_leaf(a) && !flag(&self.copied, a)
+                };
                 match node.args.get(i) {
                     Some(&a) if is_view(a) && !node.op.is_view() => Ok(Some(a)),
                     _ => {
@@ -237,7 +266,7 @@ impl Views {
     fn call<'g>(&self, graph: &'g Graph, id: NodeId) -> (&'g Op, Vec<Arg>, Arg) {
         let node = graph.node(id);
         let out = Arg::dense(node.dtype, node.shape);
-        if matches!(node.op, Op::Leaf) {
+        if self.is_leaf(id) {
             return (&Op::Copy, vec![Arg { resident: node.resident, ..out }], out);
         }
         let args = node.args.iter().map(|&a| {
@@ -260,15 +289,16 @@ impl Views {
 
     /// True when the node has storage in the arena.
     fn stored(&self, graph: &Graph, id: NodeId) -> bool {
-        let op = &graph.node(id).op;
-        flag(&self.copied, id) || !(op.is_view() || matches!(op, Op::Leaf))
+        flag(&self.copied, id) || !(graph.node(id).op.is_view() || self.is_leaf(id))
     }
 
     /// The nodes whose arena storage a node's step reads. A leaf is read where it is bound.
     fn reads(&self, graph: &Graph, id: NodeId) -> Vec<NodeId> {
+        if self.is_leaf(id) {
+            return Vec::new();
+        }
         let bases = graph.node(id).args.iter().map(|&a| self.of(graph, a).0);
-        let mut bases: Vec<NodeId> =
-            bases.filter(|&b| !matches!(graph.node(b).op, Op::Leaf)).collect();
+        let mut bases: Vec<NodeId> = bases.filter(|&b| !self.is_leaf(b)).collect();
         bases.sort();
         bases.dedup();
         bases
@@ -349,7 +379,7 @@ fn view(op: &Op, layout: &Layout, shape: &Shape) -> Option<Layout> {
     Some(Layout { offset, strides })
 }
 
-fn no_kernel(
+pub(crate) fn no_kernel(
     graph: &Graph,
     id: NodeId,
     op: &Op,
@@ -417,7 +447,7 @@ fn lay_out(
     order: &[NodeId],
     outputs: &[NodeId],
     device: &dyn Device,
-) -> Result<Plan> {
+) -> std::result::Result<Plan, Blocked> {
     let n = graph.len();
     let mut position = vec![0; n];
     for (i, &id) in order.iter().enumerate() {
@@ -463,15 +493,15 @@ fn lay_out(
         let (op, args, out) = views.call(graph, id);
         let needs = device
             .supports(&Call { op, args: &args, out })
-            .map_err(|u| no_kernel(graph, id, op, None, device, format!("{u:?}")))?;
+            .map_err(|u| no_kernel(graph, id, op, None, device, format!("{u:?}")))
+            .map_err(|error| Blocked { node: Some(id), error })?;
         scratch_bytes = scratch_bytes.max(needs.scratch);
         copies += usize::from(matches!(op, Op::Copy) && !matches!(node.op, Op::Copy));
         let mut operands = Vec::with_capacity(args.len());
-        let sources: Vec<NodeId> =
-            if matches!(node.op, Op::Leaf) { vec![id] } else { node.args.clone() };
+        let sources: Vec<NodeId> = if views.is_leaf(id) { vec![id] } else { node.args.clone() };
         for (arg, source) in args.iter().zip(sources) {
             let base = views.of(graph, source).0;
-            let place = if matches!(graph.node(base).op, Op::Leaf) {
+            let place = if views.is_leaf(base) {
                 let slot = match leaf_slot.get(base.index()).copied().flatten() {
                     Some(slot) => slot,
                     None => {

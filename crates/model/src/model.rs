@@ -126,6 +126,17 @@ impl Model {
         Ok(file.require(name)?.to_f32()?)
     }
 
+    /// Tensors read from the file again and loaded by another device.
+    ///
+    /// # Errors
+    /// When there is no such tensor, it cannot be read, or memory is out.
+    pub fn load_on(&self, names: &[String], device: &dyn Device) -> Result<Weights> {
+        if names.is_empty() {
+            return Ok(Weights::default());
+        }
+        Weights::load(&gguf::Gguf::open(&self.path)?, names, device)
+    }
+
     /// The names of every projection an adapter can sit on, in order.
     pub fn projections(&self) -> Vec<String> {
         let is_target = |name: &str, w: &crate::Weight| {

@@ -98,6 +98,11 @@ impl Weights {
         Ok(Weights { tensors })
     }
 
+    /// Adds tensors, replacing those of the same name.
+    pub fn extend(&mut self, other: Weights) {
+        self.tensors.extend(other.tensors);
+    }
+
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<&Weight> {
         self.tensors.get(name)

@@ -1,9 +1,12 @@
 //! The gradient of a window's loss: the model's own graph, differentiated.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
-use graph::{Arena, DType, Leaf, NodeId, Plan, Progress, Recompute, Segment, Shape, Stop};
-use model::{Adapter, Model, Net, NetConfig};
+use graph::{
+    DType, Device, Leaf, NodeId, Placed, Policy, Position, Recompute, Shape, Stop, Workspace,
+};
+use model::{Adapter, Model, Net, NetConfig, Weights};
 
 use crate::{Error, Example, Result, Window};
 
@@ -16,11 +19,18 @@ pub struct GraphConfig {
     pub cache: DType,
     /// What is kept for the backward pass.
     pub recompute: Recompute,
+    /// What becomes of a node that the model's device has no kernel for.
+    pub placement: Policy,
 }
 
 impl Default for GraphConfig {
     fn default() -> GraphConfig {
-        GraphConfig { rows: 512, cache: DType::F16, recompute: Recompute::None }
+        GraphConfig {
+            rows: 512,
+            cache: DType::F16,
+            recompute: Recompute::None,
+            placement: Policy::Fallback,
+        }
     }
 }
 
@@ -51,8 +61,8 @@ const SEQS_PER_ROW: usize = 4;
 
 struct Built {
     logit_rows: usize,
-    plan: Plan,
-    /// Outputs of the plan: negative log-likelihoods per piece of rows, then the gradients.
+    placed: Placed,
+    /// Its outputs: negative log-likelihoods per piece of rows, then the gradients.
     pieces: usize,
     grads: Vec<String>,
 }
@@ -62,7 +72,9 @@ pub struct Gradients<'m> {
     model: &'m Model,
     config: GraphConfig,
     built: Vec<Built>,
-    arena: Option<Box<dyn Arena>>,
+    workspace: Workspace,
+    /// The device that nodes fall back to, and the weights it holds for them.
+    fallback: Option<(Arc<dyn Device>, Weights)>,
 }
 
 impl<'m> Gradients<'m> {
@@ -77,7 +89,20 @@ impl<'m> Gradients<'m> {
                 config.rows
             )));
         }
-        Ok(Gradients { model, config, built: Vec::new(), arena: None })
+        let workspace = Workspace::default();
+        Ok(Gradients { model, config, built: Vec::new(), workspace, fallback: None })
+    }
+
+    /// With another device for what the model's own has no kernel for. Weights that such a node
+    /// reads are loaded there too, from the model's file, when its graph is first run.
+    pub fn with_fallback(mut self, device: Arc<dyn Device>) -> Gradients<'m> {
+        self.fallback = Some((device, Weights::default()));
+        self
+    }
+
+    fn devices(&self) -> Vec<&dyn Device> {
+        let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
+        std::iter::once(self.model.device().as_ref()).chain(fallback).collect()
     }
 
     /// Most sequences a window may hold.
@@ -89,22 +114,22 @@ impl<'m> Gradients<'m> {
     ///
     /// # Errors
     /// The refusal, when the graph cannot be differentiated or run.
-    pub fn plan(&mut self, parameters: &Parameters) -> Result<&Plan> {
-        let i = self.build(self.config.rows, parameters)?;
-        match self.built.get(i) {
-            Some(built) => Ok(&built.plan),
-            None => Err(Error::Stopped("a plan went missing".into())),
-        }
+    pub fn plan(&mut self, parameters: &Parameters) -> Result<&Placed> {
+        self.plan_of_rows(self.config.rows, parameters)
     }
 
     /// The plan for windows of which up to `labelled` rows carry loss.
     ///
     /// # Errors
     /// As [`Gradients::plan`].
-    pub fn plan_for(&mut self, labelled: usize, parameters: &Parameters) -> Result<&Plan> {
-        let i = self.build(bucket(labelled), parameters)?;
+    pub fn plan_for(&mut self, labelled: usize, parameters: &Parameters) -> Result<&Placed> {
+        self.plan_of_rows(bucket(labelled), parameters)
+    }
+
+    fn plan_of_rows(&mut self, logit_rows: usize, parameters: &Parameters) -> Result<&Placed> {
+        let i = self.build(logit_rows, parameters)?;
         match self.built.get(i) {
-            Some(built) => Ok(&built.plan),
+            Some(built) => Ok(&built.placed),
             None => Err(Error::Stopped("a plan went missing".into())),
         }
     }
@@ -114,10 +139,25 @@ impl<'m> Gradients<'m> {
     /// # Errors
     /// As [`Gradients::plan`]; or when memory is out.
     pub fn reserve(&mut self, labelled: usize, parameters: &Parameters) -> Result<()> {
-        let bytes = self.plan_for(labelled, parameters)?.arena_bytes;
-        if self.arena.as_ref().is_none_or(|arena| arena.bytes() < bytes) {
-            self.arena = None;
-            self.arena = Some(self.model.device().arena(bytes)?);
+        let i = self.build(bucket(labelled), parameters)?;
+        self.take(i)
+    }
+
+    /// Takes the memory for a built graph, and loads the weights it reads elsewhere.
+    fn take(&mut self, built: usize) -> Result<()> {
+        let Some(Built { placed, .. }) = self.built.get(built) else {
+            return Err(Error::Stopped("a plan went missing".into()));
+        };
+        let mut workspace = std::mem::take(&mut self.workspace);
+        let reserved = placed.reserve(&self.devices(), &mut workspace);
+        self.workspace = workspace;
+        reserved?;
+        if let Some((device, weights)) = &mut self.fallback {
+            let there = |l: &&graph::PlacedLeaf| l.device == 1 && l.resident;
+            let names = placed.leaves.iter().filter(there).map(|l| &*l.slot.name);
+            let missing: Vec<String> =
+                names.filter(|n| weights.get(n).is_none()).map(String::from).collect();
+            weights.extend(self.model.load_on(&missing, device.as_ref())?);
         }
         Ok(())
     }
@@ -125,7 +165,7 @@ impl<'m> Gradients<'m> {
     /// The arena's size and the highest byte any run has written, in bytes; both 0 before the
     /// first run.
     pub fn arena(&self) -> (usize, usize) {
-        self.arena.as_ref().map_or((0, 0), |a| (a.bytes(), a.high_water()))
+        self.workspace.arena()
     }
 
     /// The loss of a window and its gradient. `total` is the weight the loss is divided by: the
@@ -191,6 +231,7 @@ impl<'m> Gradients<'m> {
         let head_slots: Vec<i32> = labels.iter().map(|&l| if l < 0 { -1 } else { 0 }).collect();
 
         let which = self.build(bucket, parameters)?;
+        self.take(which)?;
         let Some(built) = self.built.get(which) else {
             return Err(Error::Stopped("a plan went missing".into()));
         };
@@ -207,35 +248,32 @@ impl<'m> Gradients<'m> {
             inputs.insert(name, Leaf::Host(bytemuck::cast_slice(list)));
         }
         inputs.insert("loss_weights", Leaf::Host(bytemuck::cast_slice(&weights)));
-        let mut leaves = Vec::with_capacity(built.plan.leaves.len());
-        for slot in &built.plan.leaves {
-            let name: &str = &slot.name;
+        let placed = &built.placed;
+        let mut leaves = Vec::with_capacity(placed.leaves.len());
+        for leaf in &placed.leaves {
+            let name: &str = &leaf.slot.name;
+            let weights = match &self.fallback {
+                Some((_, weights)) if leaf.device == 1 && leaf.resident => weights,
+                _ => self.model.weights(),
+            };
             let leaf = inputs
                 .get(name)
                 .copied()
                 .or_else(|| parameters.value(name).map(|v| Leaf::Host(bytemuck::cast_slice(v))))
-                .or_else(|| self.model.weights().get(name).map(|w| w.leaf()));
+                .or_else(|| weights.get(name).map(|w| w.leaf()));
             leaves
                 .push(leaf.ok_or_else(|| Error::Stopped(format!("nothing is bound to `{name}`")))?);
         }
-        let device = self.model.device();
-        let arena = match &mut self.arena {
-            Some(arena) if arena.bytes() >= built.plan.arena_bytes => arena,
-            slot => slot.insert(device.arena(built.plan.arena_bytes)?),
-        };
-        let mut from = Segment::default();
-        while let Progress::Stopped(at) =
-            device.run(&built.plan, &leaves, arena.as_mut(), from, stop)?
-        {
-            from = at;
-        }
+        let mut workspace = std::mem::take(&mut self.workspace);
+        let ran = run(placed, &self.devices(), &leaves, &mut workspace, stop);
+        self.workspace = workspace;
+        ran?;
 
-        let mut outputs = built.plan.outputs.iter();
         let mut loss = 0.0;
         let mut row = 0;
-        for slot in outputs.by_ref().take(built.pieces) {
+        for (i, slot) in placed.outputs().enumerate().take(built.pieces) {
             let mut nll = vec![0f32; slot.shape.elements()];
-            arena.read(slot.range.clone(), bytemuck::cast_slice_mut(&mut nll))?;
+            placed.read(&self.workspace, i, bytemuck::cast_slice_mut(&mut nll))?;
             for value in nll {
                 let weight = weights.get(row).copied().unwrap_or(0.0);
                 if weight != 0.0 {
@@ -248,9 +286,10 @@ impl<'m> Gradients<'m> {
             return Err(Error::Stopped(format!("the loss is {loss}, at node `loss`")));
         }
         let mut grads = BTreeMap::new();
-        for (slot, name) in outputs.zip(&built.grads) {
+        let outputs = placed.outputs().enumerate().skip(built.pieces);
+        for ((i, slot), name) in outputs.zip(&built.grads) {
             let mut grad = vec![0f32; slot.shape.elements()];
-            arena.read(slot.range.clone(), bytemuck::cast_slice_mut(&mut grad))?;
+            placed.read(&self.workspace, i, bytemuck::cast_slice_mut(&mut grad))?;
             if grad.iter().any(|g| !g.is_finite()) {
                 return Err(Error::Stopped(format!("the gradient of `{name}` is not finite")));
             }
@@ -309,8 +348,8 @@ impl<'m> Gradients<'m> {
         let mut outputs: Vec<NodeId> = losses.iter().map(|l| l.0).collect();
         outputs.extend(&backward.grads);
         let (graph, outputs) = graph::recompute(&backward.graph, &outputs, self.config.recompute)?;
-        let plan = graph::plan(&graph, &outputs, model.device().as_ref())?;
-        self.built.push(Built { logit_rows, plan, pieces: losses.len(), grads: names });
+        let placed = graph::place(&graph, &outputs, &self.devices(), self.config.placement)?;
+        self.built.push(Built { logit_rows, placed, pieces: losses.len(), grads: names });
         Ok(self.built.len() - 1)
     }
 }
@@ -382,6 +421,21 @@ pub fn loss_of(
         }
     }
     Ok(sum / total)
+}
+
+/// Runs a graph to its end, through every stop.
+fn run(
+    placed: &Placed,
+    devices: &[&dyn Device],
+    leaves: &[Leaf<'_>],
+    workspace: &mut Workspace,
+    stop: &dyn Stop,
+) -> Result<()> {
+    let mut from = Position::default();
+    while let Some(at) = placed.run(devices, leaves, workspace, from, stop)? {
+        from = at;
+    }
+    Ok(())
 }
 
 /// Rows that carry loss, rounded up so that few graphs serve all windows.

@@ -1,5 +1,8 @@
 //! The loop: windows in, an adapter out.
 
+use std::sync::Arc;
+
+use graph::Device;
 use model::{Adapter, Model};
 
 use crate::{
@@ -119,11 +122,26 @@ impl<'m> Trainer<'m> {
     /// # Errors
     /// A setting, by field; or the refusal, before anything is allocated for the run.
     pub fn new(model: &'m Model, config: TrainConfig) -> Result<Trainer<'m>> {
+        Trainer::with_fallback(model, config, None)
+    }
+
+    /// As [`Trainer::new`], with another device for what the model's own has no kernel for.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`].
+    pub fn with_fallback(
+        model: &'m Model,
+        config: TrainConfig,
+        fallback: Option<Arc<dyn Device>>,
+    ) -> Result<Trainer<'m>> {
         config.check()?;
         let adapter =
             Adapter::fresh(model, &config.targets, config.rank, config.alpha, config.seed)?;
         let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
         let mut gradients = Gradients::new(model, config.graph.clone())?;
+        if let Some(device) = fallback {
+            gradients = gradients.with_fallback(device);
+        }
         gradients.plan(&parameters)?;
         let optimizer = AdamW::new(config.weight_decay);
         Ok(Trainer { gradients, parameters, optimizer, config })
@@ -143,7 +161,7 @@ impl<'m> Trainer<'m> {
     ///
     /// # Errors
     /// As [`Gradients::plan`].
-    pub fn plan(&mut self) -> Result<&graph::Plan> {
+    pub fn plan(&mut self) -> Result<&graph::Placed> {
         self.gradients.plan(&self.parameters)
     }
 
@@ -221,7 +239,7 @@ impl<'m> Trainer<'m> {
         });
         let labelled = labelled.max().unwrap_or(0);
         let graph = self.gradients.plan_for(labelled, &self.parameters)?;
-        let (arena_bytes, scratch_bytes) = (graph.arena_bytes, graph.scratch_bytes);
+        let (arena_bytes, scratch_bytes) = (graph.arena_bytes(), graph.scratch_bytes());
         let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
         if !on(Event::Start { steps, parameters, arena_bytes, scratch_bytes }) {
             return self.finish(f64::NAN);

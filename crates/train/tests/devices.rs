@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use gguf::TensorType;
 use graph::{
-    Arena, Call, Code, DType, Device, Fault, HostTensor, Leaf, Needs, Plan, Progress, Recompute,
-    Resident, Segment, Stop, Unsupported,
+    Arena, Call, Code, DType, Device, Fault, HostTensor, Leaf, Needs, Plan, Policy, Progress,
+    Recompute, Resident, Segment, Stop, Unsupported,
 };
 use model::Model;
 use testkit::{Random, Toy};
@@ -17,8 +17,10 @@ use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, select_targets
 /// A processor with a shortcoming.
 struct Odd {
     inner: cpu::Cpu,
-    /// The op it has no kernel for.
-    lacks: Mutex<Option<&'static str>>,
+    /// The ops it has no kernel for.
+    lacks: Mutex<Vec<&'static str>>,
+    /// Reads dense operands only.
+    dense: AtomicBool,
     /// Breaks down in the middle of the next run that has gradients.
     breaks: AtomicBool,
     /// Arenas taken.
@@ -29,7 +31,8 @@ impl Odd {
     fn new() -> Arc<Odd> {
         Arc::new(Odd {
             inner: cpu::Cpu::new(2, None).unwrap(),
-            lacks: Mutex::new(None),
+            lacks: Mutex::new(Vec::new()),
+            dense: AtomicBool::new(false),
             breaks: AtomicBool::new(false),
             arenas: AtomicUsize::new(0),
         })
@@ -56,10 +59,14 @@ impl Device for Odd {
 
     fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {
         let name = call.op.name();
-        if *self.lacks.lock().unwrap() == Some(name) {
+        if self.lacks.lock().unwrap().contains(&name) {
             return Err(Unsupported::Kernel(name.to_string()));
         }
-        self.inner.supports(call)
+        let strided = call.args.iter().position(|a| !a.is_contiguous());
+        match strided.filter(|_| self.dense.load(Ordering::Relaxed) && name != "Copy") {
+            Some(i) => Err(Unsupported::Layout(i)),
+            None => self.inner.supports(call),
+        }
     }
 
     fn load(&self, tensor: &HostTensor<'_>) -> Result<Arc<dyn Resident>, Fault> {
@@ -95,8 +102,8 @@ fn toy(device: Arc<dyn Device>) -> Model {
     Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
 }
 
-fn trainer(model: &Model) -> train::Result<Trainer<'_>> {
-    let config = TrainConfig {
+fn config(model: &Model) -> TrainConfig {
+    TrainConfig {
         targets: select_targets(model, &["all".into()]).unwrap(),
         rank: 4,
         alpha: 12.0,
@@ -108,19 +115,27 @@ fn trainer(model: &Model) -> train::Result<Trainer<'_>> {
         accumulate: 1,
         clip: 1.0,
         seed: 11,
-        graph: GraphConfig { rows: 64, cache: DType::F16, recompute: Recompute::None },
-    };
-    Trainer::new(model, config)
+        graph: GraphConfig {
+            rows: 64,
+            cache: DType::F16,
+            recompute: Recompute::None,
+            placement: Policy::Fallback,
+        },
+    }
 }
 
 /// Trains and returns the adapter's file, or the error.
 fn train(model: &Model, name: &str) -> train::Result<Vec<u8>> {
+    train_with(Trainer::new(model, config(model))?, model, name)
+}
+
+fn train_with(trainer: Trainer<'_>, model: &Model, name: &str) -> train::Result<Vec<u8>> {
     let mut random = Random::new(5);
     let examples = [12, 30, 19, 8].map(|n| Example {
         tokens: (0..n).map(|_| random.below(320) as u32).collect(),
         weights: vec![1.0; n],
     });
-    let outcome = trainer(model)?.run(&examples, &mut |_| true)?;
+    let outcome = trainer.run(&examples, &mut |_| true)?;
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.gguf"));
     outcome.adapter.write(&path, model).unwrap();
     Ok(std::fs::read(&path).unwrap())
@@ -133,7 +148,7 @@ fn a_missing_kernel_is_refused_by_name_before_anything_runs() {
     let device = Odd::new();
     let model = toy(device.clone());
     for (op, node) in [("Swiglu", "blk.0.ffn_gate.weight"), ("CrossEntropyBack", "loss")] {
-        *device.lacks.lock().unwrap() = Some(op);
+        *device.lacks.lock().unwrap() = vec![op];
         let before = device.arenas.load(Ordering::Relaxed);
         let error = train(&model, "lacking").unwrap_err();
         assert_eq!(device.arenas.load(Ordering::Relaxed), before, "{op}: memory was taken");
@@ -145,7 +160,7 @@ fn a_missing_kernel_is_refused_by_name_before_anything_runs() {
         assert_eq!(refusal.device.as_deref(), Some("odd (test)"));
         assert!(!refusal.to_string().contains('\n'));
     }
-    *device.lacks.lock().unwrap() = None;
+    device.lacks.lock().unwrap().clear();
     assert!(train(&model, "whole").is_ok());
 }
 
@@ -162,4 +177,50 @@ fn a_device_that_breaks_down_stops_its_job_and_no_other() {
     assert_eq!(fault.code, Code::Internal);
     assert!(fault.node.starts_with("blk."), "{}", fault.node);
     assert!(train(&model, "after").unwrap() == before, "a fault changed the next job");
+}
+
+/// A kernel of the forward pass and one of the backward, the product with packed weights and its
+/// transpose among them: what falls back is listed, in every layer, and the adapter is the same
+/// file as where nothing does. Then without leave to fall back.
+#[test]
+fn what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
+    let device = Odd::new();
+    let cpu: Arc<dyn Device> = Arc::new(cpu::Cpu::new(1, None).unwrap());
+    // A file, from which the other device loads the weights it needs.
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("placed.gguf");
+    std::fs::write(&path, Toy::new("llama", TensorType::Q4_1, 3).gguf().unwrap()).unwrap();
+    let model = Model::load(&path, device.clone()).unwrap();
+    let whole = train(&model, "whole on one").unwrap();
+    for (lacks, name) in [
+        (vec!["Swiglu", "CrossEntropyBack"], "two"),
+        (vec!["MatMul"], "products"),
+        (vec!["Attention", "AttentionBack", "RmsNorm", "Lora"], "many"),
+    ] {
+        *device.lacks.lock().unwrap() = lacks.clone();
+        let placed = |policy| {
+            let mut config = config(&model);
+            config.graph.placement = policy;
+            Trainer::with_fallback(&model, config, Some(cpu.clone()))
+        };
+        let mut trainer = placed(Policy::Fallback).unwrap();
+        let plan = trainer.plan().unwrap();
+        for op in &lacks {
+            let layers = plan.fallbacks.iter().filter(|f| f.op == *op).count();
+            assert!(layers >= 1, "{op}");
+        }
+        for fallback in &plan.fallbacks {
+            assert!(lacks.contains(&fallback.op), "{fallback:?} fell back needlessly");
+            assert!(fallback.crossing > 0 && fallback.reason.contains(fallback.op));
+        }
+        let parts: Vec<usize> = plan.plans().map(|(device, _)| device).collect();
+        assert!(parts.contains(&0) && parts.contains(&1), "{parts:?}");
+        assert!(train_with(trainer, &model, name).unwrap() == whole, "without {lacks:?}");
+
+        let error = placed(Policy::Strict).err().unwrap();
+        let train::Error::Model(model::Error::Graph(graph::Error::Refusal(refusal))) = error else {
+            panic!("{error}");
+        };
+        assert_eq!((refusal.code, refusal.device.as_deref()), (Code::NoKernel, Some("odd (test)")));
+        assert!(lacks.contains(&refusal.op.as_str()) && refusal.reason.contains("`strict`"));
+    }
 }

@@ -31,7 +31,7 @@ fn measure(
     parameters: &Parameters,
     recompute: Recompute,
 ) -> Measured {
-    let config = GraphConfig { rows: 64, cache: DType::F32, recompute };
+    let config = GraphConfig { rows: 64, cache: DType::F32, recompute, ..GraphConfig::default() };
     let window = window(golden);
     let total = window.examples.iter().map(Example::weight).sum();
     Gradients::new(model, config).unwrap().of(&window, total, parameters, &()).unwrap()

@@ -39,7 +39,7 @@ fn config(model: &Model, recompute: Recompute) -> TrainConfig {
         accumulate: 2,
         clip: 1.0,
         seed: 11,
-        graph: GraphConfig { rows: 64, cache: DType::F16, recompute },
+        graph: GraphConfig { rows: 64, cache: DType::F16, recompute, ..GraphConfig::default() },
     }
 }
 
@@ -115,7 +115,12 @@ fn how_a_step_is_split_does_not_change_its_gradient() {
         .for_each(|t| t.b.iter_mut().for_each(|b| *b = 0.05 * random.normal()));
     let parameters = train::Parameters { adapter: Some(adapter), ..Default::default() };
     let sum = |rows: usize, split: &[&[usize]]| {
-        let config = GraphConfig { rows, cache: DType::F32, recompute: Recompute::None };
+        let config = GraphConfig {
+            rows,
+            cache: DType::F32,
+            recompute: Recompute::None,
+            ..GraphConfig::default()
+        };
         let mut gradients = train::Gradients::new(&model, config).unwrap();
         let mut loss = 0.0;
         let mut grads: Vec<f64> = Vec::new();

@@ -18,7 +18,8 @@ use train::{Gradients, GraphConfig, Parameters, select_targets};
 const ARCHITECTURES: [&str; 3] = ["gemma3", "llama", "qwen2"];
 
 fn verdict(model: &Model, cache: DType, parameters: &Parameters) -> String {
-    let config = GraphConfig { rows: 16, cache, recompute: Recompute::None };
+    let config =
+        GraphConfig { rows: 16, cache, recompute: Recompute::None, ..GraphConfig::default() };
     let made = Gradients::new(model, config).and_then(|mut g| g.plan(parameters).map(|_| ()));
     match made {
         Ok(()) => "trains".into(),

@@ -213,6 +213,7 @@ fn train(args: &Args) -> Result<()> {
             rows: window,
             cache: args.cache_type.dtype(),
             recompute: args.recompute.policy(),
+            ..GraphConfig::default()
         },
     };
     let mut trainer = Trainer::new(&model, config)?;
@@ -232,7 +233,7 @@ fn train(args: &Args) -> Result<()> {
     progress.finish();
     let rates = counted(&rates);
     let memory = memory::now();
-    let arena = trainer.plan()?.arena_bytes;
+    let arena = trainer.plan()?.arena_bytes();
     let weights = model.weights().bytes();
     let family = model.device().family();
     let threads = args.model.device.count()?;

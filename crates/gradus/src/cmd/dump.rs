@@ -127,7 +127,8 @@ fn grads(args: &Common, wrt: &[String], recompute: bool) -> Result<BTreeMap<Stri
     };
     let rows = examples.iter().map(|e| e.tokens.len().saturating_sub(1)).max().unwrap_or(0);
     let recompute = if recompute { Recompute::PerLayer } else { Recompute::None };
-    let config = GraphConfig { rows, cache: args.cache_type.dtype(), recompute };
+    let config =
+        GraphConfig { rows, cache: args.cache_type.dtype(), recompute, ..GraphConfig::default() };
     let mut gradients = Gradients::new(&model, config)?;
     let mut loss = 0.0;
     let mut sums: BTreeMap<String, Vec<f32>> = BTreeMap::new();

@@ -129,8 +129,11 @@ fn training(model: &Model, args: &Args) -> Result<Training> {
     let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
     let plan = |recompute| -> train::Result<usize> {
         let (rows, cache) = (args.window, args.cache_type.dtype());
-        let mut gradients = Gradients::new(model, GraphConfig { rows, cache, recompute })?;
-        Ok(gradients.plan(&parameters)?.arena_bytes)
+        let mut gradients = Gradients::new(
+            model,
+            GraphConfig { rows, cache, recompute, ..GraphConfig::default() },
+        )?;
+        Ok(gradients.plan(&parameters)?.arena_bytes())
     };
     let arenas = [("none", Recompute::None), ("per-layer", Recompute::PerLayer)]
         .map(|(name, policy)| (name, plan(policy).map_err(|e| e.to_string())));

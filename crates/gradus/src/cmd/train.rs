@@ -171,6 +171,7 @@ impl Settings {
                 rows: self.window,
                 cache: self.cache_type.dtype(),
                 recompute: self.recompute.policy(),
+                ..GraphConfig::default()
             },
         })
     }

@@ -29,7 +29,7 @@ use graph::{Code, Device, Error, GluKind, GluOperand, Graph, NodeId, Op, Result,
 pub use case::{Case, CaseGraph, Cases, Expected, Fill, Input, Made, View, Wider};
 pub use cases::{cases, op_names};
 pub use measure::{MOST_EXCUSED, Measure, Mismatch};
-pub use programs::{Programs, check_programs};
+pub use programs::{Placements, Programs, check_placed, check_programs};
 pub use report::{Failure, Nonconforming, OpReport, Report, Tally};
 pub use rng::Rng;
 

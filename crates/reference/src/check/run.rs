@@ -15,7 +15,7 @@ use super::measure::Measure;
 use crate::{Mode, Value, eval};
 
 /// Host bytes at an address that suits any element.
-struct Aligned {
+pub(super) struct Aligned {
     buffer: Vec<u8>,
     start: usize,
     len: usize,
@@ -25,7 +25,7 @@ struct Aligned {
 const ALIGN: usize = 64;
 
 impl Aligned {
-    fn new(bytes: &[u8]) -> Aligned {
+    pub(super) fn new(bytes: &[u8]) -> Aligned {
         let mut buffer = vec![0; bytes.len() + ALIGN];
         // `align_offset` may give up; then any address must do.
         let start = match buffer.as_ptr().align_offset(ALIGN) {
@@ -36,7 +36,7 @@ impl Aligned {
         Aligned { buffer, start, len: bytes.len() }
     }
 
-    fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         &self.buffer[self.start..self.start + self.len]
     }
 }

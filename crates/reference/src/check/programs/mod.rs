@@ -9,11 +9,14 @@ mod device;
 mod differences;
 mod families;
 mod maker;
+mod placed;
 mod program;
 mod shrink;
 mod table;
 #[cfg(test)]
 mod tests;
+
+pub use placed::{Placements, check_placed};
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
