@@ -165,7 +165,7 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
         recompute: Recompute::None,
         ..GraphConfig::default()
     };
-    let mut gradients = Gradients::new(model, config).unwrap();
+    let mut gradients = Gradients::new(model.clone(), config).unwrap();
     // Something must be differentiated by: the last norm's weight costs the least.
     let norm = "output_norm.weight";
     let mut parameters = Parameters::default();

@@ -1,6 +1,7 @@
 //! The gradient of a window's loss: the model's own graph, differentiated.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Deref;
 use std::sync::Arc;
 
 use graph::{
@@ -61,15 +62,36 @@ const SEQS_PER_ROW: usize = 4;
 
 struct Built {
     logit_rows: usize,
+    /// Without gradients: the loss alone.
+    forward: bool,
     placed: Placed,
     /// Its outputs: negative log-likelihoods per piece of rows, then the gradients.
     pieces: usize,
     grads: Vec<String>,
 }
 
-/// Builds gradient graphs for a model and runs them over windows.
-pub struct Gradients<'m> {
-    model: &'m Model,
+/// A window on its way through a graph: its inputs, and how far the run has come.
+pub struct Pass {
+    built: usize,
+    position: Position,
+    ints: Vec<(&'static str, Vec<i32>)>,
+    /// Per row that carries loss.
+    weights: Vec<f32>,
+    /// Rows, padding not counted.
+    rows: usize,
+}
+
+impl Pass {
+    /// Rows the window has, padding not counted.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// Builds gradient graphs for a model and runs them over windows. `M` is a model, borrowed or
+/// shared.
+pub struct Gradients<M> {
+    model: M,
     config: GraphConfig,
     built: Vec<Built>,
     workspace: Workspace,
@@ -77,12 +99,12 @@ pub struct Gradients<'m> {
     fallback: Option<(Arc<dyn Device>, Weights)>,
 }
 
-impl<'m> Gradients<'m> {
+impl<M: Deref<Target = Model>> Gradients<M> {
     /// For a model.
     ///
     /// # Errors
     /// When the window is empty or longer than 2^20 rows.
-    pub fn new(model: &'m Model, config: GraphConfig) -> Result<Gradients<'m>> {
+    pub fn new(model: M, config: GraphConfig) -> Result<Gradients<M>> {
         if config.rows == 0 || config.rows > 1 << 20 {
             return Err(Error::Setting(format!(
                 "the window is {} rows, expected 1 to 2^20",
@@ -95,7 +117,7 @@ impl<'m> Gradients<'m> {
 
     /// With another device for what the model's own has no kernel for. Weights that such a node
     /// reads are loaded there too, from the model's file, when its graph is first run.
-    pub fn with_fallback(mut self, device: Arc<dyn Device>) -> Gradients<'m> {
+    pub fn with_fallback(mut self, device: Arc<dyn Device>) -> Gradients<M> {
         self.fallback = Some((device, Weights::default()));
         self
     }
@@ -127,20 +149,43 @@ impl<'m> Gradients<'m> {
     }
 
     fn plan_of_rows(&mut self, logit_rows: usize, parameters: &Parameters) -> Result<&Placed> {
-        let i = self.build(logit_rows, parameters)?;
+        let i = self.build(logit_rows, false, parameters)?;
         match self.built.get(i) {
             Some(built) => Ok(&built.placed),
             None => Err(Error::Stopped("a plan went missing".into())),
         }
     }
 
-    /// Takes the arena for such windows now, so that a run never holds a smaller one beside it.
+    /// Builds the graph for windows of which `labelled` rows carry loss, or only its loss where
+    /// `forward`, so that no step has to.
     ///
     /// # Errors
-    /// As [`Gradients::plan`]; or when memory is out.
-    pub fn reserve(&mut self, labelled: usize, parameters: &Parameters) -> Result<()> {
-        let i = self.build(bucket(labelled), parameters)?;
-        self.take(i)
+    /// As [`Gradients::plan`].
+    pub fn prepare(
+        &mut self,
+        labelled: usize,
+        forward: bool,
+        parameters: &Parameters,
+    ) -> Result<()> {
+        self.build(bucket(labelled), forward, parameters).map(|_| ())
+    }
+
+    /// Bytes of memory that runs of all graphs built so far take.
+    pub fn planned_bytes(&self) -> usize {
+        let bytes = |b: &Built| b.placed.arena_bytes() + b.placed.staged_bytes();
+        self.built.iter().map(bytes).max().unwrap_or(0)
+    }
+
+    /// Takes the memory for all graphs built so far now, so that a run never has to and never
+    /// holds a smaller arena beside a larger one.
+    ///
+    /// # Errors
+    /// When memory is out, or a weight cannot be loaded by the device a node falls back to.
+    pub fn reserve(&mut self) -> Result<()> {
+        let mut largest: Vec<usize> = (0..self.built.len()).collect();
+        let bytes = |i: &usize| self.built.get(*i).map_or(0, |b| b.placed.arena_bytes());
+        largest.sort_by_key(|i| std::cmp::Reverse(bytes(i)));
+        largest.into_iter().try_for_each(|i| self.take(i))
     }
 
     /// Takes the memory for a built graph, and loads the weights it reads elsewhere.
@@ -180,6 +225,31 @@ impl<'m> Gradients<'m> {
         parameters: &Parameters,
         stop: &dyn Stop,
     ) -> Result<Measured> {
+        let mut pass = self.begin(window, total, false, parameters)?;
+        while !self.advance(&mut pass, parameters, stop)? {}
+        let loss = self.loss(&pass)?;
+        let mut grads = BTreeMap::new();
+        for (i, name) in parameters.names().into_iter().enumerate() {
+            let mut grad = Vec::new();
+            self.gradient(&pass, i, &mut grad)?;
+            grads.insert(name, grad);
+        }
+        Ok(Measured { loss, grads })
+    }
+
+    /// Lays a window out as the inputs of its graph, which is built if it is new. `total` is as
+    /// for [`Gradients::of`]; where `forward`, only the loss is computed.
+    ///
+    /// # Errors
+    /// The refusal; or a window that does not fit, has a token outside of the vocabulary, or no
+    /// token that carries loss.
+    pub fn begin(
+        &mut self,
+        window: &Window,
+        total: f64,
+        forward: bool,
+        parameters: &Parameters,
+    ) -> Result<Pass> {
         let vocab = self.model.geometry().vocab;
         let rows = self.config.rows;
         if window.rows() > rows || window.examples.len() > self.most_sequences() {
@@ -229,26 +299,41 @@ impl<'m> Gradients<'m> {
         labels.resize(bucket, -1);
         weights.resize(bucket, 0.0);
         let head_slots: Vec<i32> = labels.iter().map(|&l| if l < 0 { -1 } else { 0 }).collect();
+        let built = self.build(bucket, forward, parameters)?;
+        self.take(built)?;
+        let ints = vec![
+            ("tokens", tokens),
+            ("positions", positions),
+            ("seqs", seqs),
+            ("logit_rows", logit_rows),
+            ("labels", labels),
+            ("lora_rows.0", slots),
+            ("lora_rows.0.head", head_slots),
+        ];
+        let position = Position::default();
+        Ok(Pass { built, position, ints, weights, rows: window.rows() })
+    }
 
-        let which = self.build(bucket, parameters)?;
-        self.take(which)?;
-        let Some(built) = self.built.get(which) else {
+    /// Runs on until the end, which is true, or until `stop` says so. The parameters must not
+    /// have moved since the pass began.
+    ///
+    /// # Errors
+    /// A fault, naming the node.
+    pub fn advance(
+        &mut self,
+        pass: &mut Pass,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<bool> {
+        // By field, since the workspace is borrowed beside it.
+        let Some(Built { placed, .. }) = self.built.get(pass.built) else {
             return Err(Error::Stopped("a plan went missing".into()));
         };
         let mut inputs: HashMap<&str, Leaf<'_>> = HashMap::new();
-        for (name, list) in [
-            ("tokens", &tokens),
-            ("positions", &positions),
-            ("seqs", &seqs),
-            ("logit_rows", &logit_rows),
-            ("labels", &labels),
-            ("lora_rows.0", &slots),
-            ("lora_rows.0.head", &head_slots),
-        ] {
+        for (name, list) in &pass.ints {
             inputs.insert(name, Leaf::Host(bytemuck::cast_slice(list)));
         }
-        inputs.insert("loss_weights", Leaf::Host(bytemuck::cast_slice(&weights)));
-        let placed = &built.placed;
+        inputs.insert("loss_weights", Leaf::Host(bytemuck::cast_slice(&pass.weights)));
         let mut leaves = Vec::with_capacity(placed.leaves.len());
         for leaf in &placed.leaves {
             let name: &str = &leaf.slot.name;
@@ -264,43 +349,74 @@ impl<'m> Gradients<'m> {
             leaves
                 .push(leaf.ok_or_else(|| Error::Stopped(format!("nothing is bound to `{name}`")))?);
         }
-        let mut workspace = std::mem::take(&mut self.workspace);
-        let ran = run(placed, &self.devices(), &leaves, &mut workspace, stop);
-        self.workspace = workspace;
-        ran?;
+        let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
+        let own = self.model.device().as_ref();
+        let devices: Vec<&dyn Device> = std::iter::once(own).chain(fallback).collect();
+        match placed.run(&devices, &leaves, &mut self.workspace, pass.position, stop)? {
+            Some(at) => {
+                pass.position = at;
+                Ok(false)
+            }
+            None => Ok(true),
+        }
+    }
 
+    /// The loss of a pass that has come to its end.
+    ///
+    /// # Errors
+    /// When it is not finite.
+    pub fn loss(&self, pass: &Pass) -> Result<f64> {
+        let built = self.built(pass)?;
         let mut loss = 0.0;
-        let mut row = 0;
-        for (i, slot) in placed.outputs().enumerate().take(built.pieces) {
+        let mut weights = pass.weights.iter();
+        for (i, slot) in built.placed.outputs().enumerate().take(built.pieces) {
             let mut nll = vec![0f32; slot.shape.elements()];
-            placed.read(&self.workspace, i, bytemuck::cast_slice_mut(&mut nll))?;
-            for value in nll {
-                let weight = weights.get(row).copied().unwrap_or(0.0);
+            built.placed.read(&self.workspace, i, bytemuck::cast_slice_mut(&mut nll))?;
+            for (value, &weight) in nll.into_iter().zip(&mut weights) {
                 if weight != 0.0 {
                     loss += f64::from(weight) * f64::from(value);
                 }
-                row += 1;
             }
         }
-        if !loss.is_finite() {
-            return Err(Error::Stopped(format!("the loss is {loss}, at node `loss`")));
+        match loss.is_finite() {
+            true => Ok(loss),
+            false => Err(Error::Stopped(format!("the loss is {loss}, at node `loss`"))),
         }
-        let mut grads = BTreeMap::new();
-        let outputs = placed.outputs().enumerate().skip(built.pieces);
-        for ((i, slot), name) in outputs.zip(&built.grads) {
-            let mut grad = vec![0f32; slot.shape.elements()];
-            placed.read(&self.workspace, i, bytemuck::cast_slice_mut(&mut grad))?;
-            if grad.iter().any(|g| !g.is_finite()) {
-                return Err(Error::Stopped(format!("the gradient of `{name}` is not finite")));
-            }
-            grads.insert(name.clone(), grad);
+    }
+
+    /// The gradient of parameter `index`, in the order of [`Parameters::names`], of a pass that
+    /// has come to its end.
+    ///
+    /// # Errors
+    /// When it is not finite, by name.
+    pub fn gradient(&self, pass: &Pass, index: usize, to: &mut Vec<f32>) -> Result<()> {
+        let built = self.built(pass)?;
+        let missing = || Error::Stopped(format!("a pass has no gradient {index}"));
+        let slot = built.placed.outputs().nth(built.pieces + index).ok_or_else(missing)?;
+        let name = built.grads.get(index).ok_or_else(missing)?;
+        to.clear();
+        to.resize(slot.shape.elements(), 0.0);
+        let bytes = bytemuck::cast_slice_mut(to);
+        built.placed.read(&self.workspace, built.pieces + index, bytes)?;
+        match to.iter().all(|g| g.is_finite()) {
+            true => Ok(()),
+            false => Err(Error::Stopped(format!("the gradient of `{name}` is not finite"))),
         }
-        Ok(Measured { loss, grads })
+    }
+
+    fn built(&self, pass: &Pass) -> Result<&Built> {
+        self.built.get(pass.built).ok_or_else(|| Error::Stopped("a plan went missing".into()))
     }
 
     /// The index of the built graph for so many loss rows.
-    fn build(&mut self, logit_rows: usize, parameters: &Parameters) -> Result<usize> {
-        if let Some(i) = self.built.iter().position(|b| b.logit_rows == logit_rows) {
+    fn build(
+        &mut self,
+        logit_rows: usize,
+        forward: bool,
+        parameters: &Parameters,
+    ) -> Result<usize> {
+        let same = |b: &Built| (b.logit_rows, b.forward) == (logit_rows, forward);
+        if let Some(i) = self.built.iter().position(same) {
             return Ok(i);
         }
         let net_config = NetConfig {
@@ -312,7 +428,7 @@ impl<'m> Gradients<'m> {
             adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
             trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
         };
-        let model = self.model;
+        let model: &Model = &self.model;
         let vocab = model.geometry().vocab;
         let piece = (PIECE_BYTES / (vocab * 8)).clamp(16, 512);
         let mut net = Net::new(model.weights(), &net_config);
@@ -336,20 +452,23 @@ impl<'m> Gradients<'m> {
             losses.push((nll, weights));
             start += len;
         }
-        let names = parameters.names();
-        let mut wrt = Vec::with_capacity(names.len());
-        for name in &names {
-            wrt.push(graph.find_leaf(name).ok_or_else(|| {
-                let tensor = name.trim_start_matches("0:");
-                Error::Setting(format!("the model's graph has no tensor `{tensor}` to train"))
-            })?);
-        }
-        let backward = graph::vjp(&graph, &losses, &wrt)?;
         let mut outputs: Vec<NodeId> = losses.iter().map(|l| l.0).collect();
-        outputs.extend(&backward.grads);
-        let (graph, outputs) = graph::recompute(&backward.graph, &outputs, self.config.recompute)?;
+        let names = if forward { Vec::new() } else { parameters.names() };
+        if !forward {
+            let mut wrt = Vec::with_capacity(names.len());
+            for name in &names {
+                wrt.push(graph.find_leaf(name).ok_or_else(|| {
+                    let tensor = name.trim_start_matches("0:");
+                    Error::Setting(format!("the model's graph has no tensor `{tensor}` to train"))
+                })?);
+            }
+            let backward = graph::vjp(&graph, &losses, &wrt)?;
+            outputs.extend(&backward.grads);
+            (graph, outputs) = graph::recompute(&backward.graph, &outputs, self.config.recompute)?;
+        }
         let placed = graph::place(&graph, &outputs, &self.devices(), self.config.placement)?;
-        self.built.push(Built { logit_rows, placed, pieces: losses.len(), grads: names });
+        let pieces = losses.len();
+        self.built.push(Built { logit_rows, forward, placed, pieces, grads: names });
         Ok(self.built.len() - 1)
     }
 }
@@ -381,15 +500,18 @@ impl Parameters {
         }
     }
 
-    /// The values behind [`Parameters::names`], in that order, to be moved.
-    pub fn values_mut(&mut self) -> Vec<(String, &mut [f32])> {
-        let mut values: Vec<(String, &mut [f32])> = Vec::new();
-        for (target, pair) in self.adapter.iter_mut().flat_map(|a| a.tensors.iter_mut()) {
-            values.push((format!("0:{target}.lora_a"), &mut pair.a));
-            values.push((format!("0:{target}.lora_b"), &mut pair.b));
+    /// The values of one of [`Parameters::names`], to be moved.
+    pub fn value_mut(&mut self, name: &str) -> Option<&mut [f32]> {
+        let Some(rest) = name.strip_prefix("0:") else {
+            return self.weights.get_mut(name).map(Vec::as_mut_slice);
+        };
+        let (target, part) = rest.rsplit_once('.')?;
+        let pair = self.adapter.as_mut()?.tensors.get_mut(target)?;
+        match part {
+            "lora_a" => Some(&mut pair.a),
+            "lora_b" => Some(&mut pair.b),
+            _ => None,
         }
-        values.extend(self.weights.iter_mut().map(|(n, v)| (n.clone(), v.as_mut_slice())));
-        values
     }
 }
 
@@ -421,21 +543,6 @@ pub fn loss_of(
         }
     }
     Ok(sum / total)
-}
-
-/// Runs a graph to its end, through every stop.
-fn run(
-    placed: &Placed,
-    devices: &[&dyn Device],
-    leaves: &[Leaf<'_>],
-    workspace: &mut Workspace,
-    stop: &dyn Stop,
-) -> Result<()> {
-    let mut from = Position::default();
-    while let Some(at) = placed.run(devices, leaves, workspace, from, stop)? {
-        from = at;
-    }
-    Ok(())
 }
 
 /// Rows that carry loss, rounded up so that few graphs serve all windows.

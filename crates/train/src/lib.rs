@@ -11,10 +11,11 @@ mod data;
 mod error;
 mod gradients;
 mod optimizer;
+mod step;
 mod trainer;
 
 pub use data::{Example, Window, pack, read_jsonl};
 pub use error::{Error, Result};
-pub use gradients::{Gradients, GraphConfig, Measured, Parameters, loss_of};
+pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
 pub use optimizer::{AdamW, Schedule};
-pub use trainer::{Event, Outcome, TrainConfig, Trainer, select_targets};
+pub use trainer::{Advance, Event, Outcome, Start, TrainConfig, Trainer, select_targets};

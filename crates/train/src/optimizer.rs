@@ -69,29 +69,48 @@ impl AdamW {
     /// its name; nothing has moved then.
     pub fn step(&mut self, lr: f32, parameters: &mut [(String, &mut [f32], &[f32])]) -> Result<()> {
         for (name, p, g) in parameters.iter() {
-            let kept = self.moments.get(name).map_or(p.len(), |(m, _)| m.len());
-            if p.len() != g.len() || kept != p.len() {
-                return Err(Error::Stopped(format!(
-                    "parameter `{name}` has {} numbers, its gradient {}, its moments {kept}",
-                    p.len(),
-                    g.len()
-                )));
-            }
+            self.check(name, p.len(), g.len())?;
         }
         self.steps += 1;
-        let t = self.steps.min(i32::MAX as u64) as i32;
+        for (name, p, g) in parameters.iter_mut() {
+            self.update(lr, name, p, g)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses a gradient or kept moments of another length than their parameter.
+    ///
+    /// # Errors
+    /// Names the parameter and the three lengths.
+    pub fn check(&self, name: &str, parameter: usize, gradient: usize) -> Result<()> {
+        let kept = self.moments.get(name).map_or(parameter, |(m, _)| m.len());
+        match parameter == gradient && kept == parameter {
+            true => Ok(()),
+            false => Err(Error::Stopped(format!(
+                "parameter `{name}` has {parameter} numbers, its gradient {gradient}, its moments \
+                 {kept}"
+            ))),
+        }
+    }
+
+    /// Moves one parameter by its gradient, as part of step [`AdamW::steps`], which the caller has
+    /// counted.
+    ///
+    /// # Errors
+    /// As [`AdamW::check`]; it has not moved then.
+    pub fn update(&mut self, lr: f32, name: &str, p: &mut [f32], g: &[f32]) -> Result<()> {
+        self.check(name, p.len(), g.len())?;
+        let t = self.steps.clamp(1, i32::MAX as u64) as i32;
         let c1 = 1.0 / (1.0 - f64::from(self.beta1).powi(t)) as f32;
         let c2 = 1.0 / (1.0 - f64::from(self.beta2).powi(t)) as f32;
         let (b1, b2, eps) = (self.beta1, self.beta2, self.eps);
         let shrink = 1.0 - lr * self.weight_decay;
-        for (name, p, g) in parameters.iter_mut() {
-            let zeros = || (vec![0.0; g.len()], vec![0.0; g.len()]);
-            let (m, v) = self.moments.entry(name.clone()).or_insert_with(zeros);
-            for (((p, &g), m), v) in p.iter_mut().zip(g.iter()).zip(m).zip(v) {
-                *m = b1 * *m + (1.0 - b1) * g;
-                *v = b2 * *v + (1.0 - b2) * g * g;
-                *p = *p * shrink - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
-            }
+        let zeros = || (vec![0.0; g.len()], vec![0.0; g.len()]);
+        let (m, v) = self.moments.entry(name.to_string()).or_insert_with(zeros);
+        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            *m = b1 * *m + (1.0 - b1) * g;
+            *v = b2 * *v + (1.0 - b2) * g * g;
+            *p = *p * shrink - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
         }
         Ok(())
     }

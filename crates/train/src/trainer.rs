@@ -1,10 +1,13 @@
 //! The loop: windows in, an adapter out.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
-use graph::Device;
+use graph::{Device, Stop};
 use model::{Adapter, Model};
 
+use crate::gradients::Pass;
+use crate::step::{Step, Stepped, total_weight};
 use crate::{
     AdamW, Error, Example, Gradients, GraphConfig, Parameters, Result, Schedule, Window, pack,
 };
@@ -92,6 +95,26 @@ pub enum Event {
         /// Rows the step read (padding not counted).
         rows: usize,
     },
+    /// After each pass over the data.
+    Epoch {
+        /// From 1.
+        epoch: u64,
+        /// Mean loss per weight of its tokens, each before its step, in nats.
+        loss: f64,
+        /// The same of the examples held out, after it; `None` where there are none.
+        held_out: Option<f64>,
+    },
+}
+
+/// What [`Trainer::advance`] came to.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Advance {
+    /// It was stopped; call again.
+    Stopped,
+    /// Something to report; call again.
+    Event(Event),
+    /// All epochs are done.
+    Done,
 }
 
 /// How a run ended.
@@ -99,6 +122,8 @@ pub enum Event {
 pub struct Outcome {
     /// The adapter.
     pub adapter: Adapter,
+    /// The optimizer with its moments, for a run that goes on from here.
+    pub optimizer: AdamW,
     /// Optimizer steps taken.
     pub steps: u64,
     /// Loss of the last step, in nats.
@@ -107,48 +132,102 @@ pub struct Outcome {
     pub moved: (usize, usize),
 }
 
-/// A training run over a model.
-pub struct Trainer<'m> {
-    gradients: Gradients<'m>,
+/// What a run starts from.
+#[derive(Default)]
+pub struct Start {
+    /// An adapter to go on with, and the optimizer that moved it so far; else a fresh one is
+    /// drawn from the settings.
+    pub from: Option<(Adapter, AdamW)>,
+    /// A device for what the model's own has no kernel for.
+    pub fallback: Option<Arc<dyn Device>>,
+}
+
+/// What a trainer is at.
+enum Work {
+    Next,
+    Step(Box<Step>),
+    /// The loss of the examples held out, after an epoch: the next window, and the sum so far.
+    HeldOut {
+        window: usize,
+        pass: Option<Pass>,
+        loss: f64,
+    },
+    Done,
+}
+
+/// A training run over a model, which is borrowed or shared (`M`).
+///
+/// A run is work that can stop between any two tiles: [`Trainer::load`] it with data, then call
+/// [`Trainer::advance`] until it is done, or let [`Trainer::run`] do both. What it computes does
+/// not depend on where it was stopped.
+pub struct Trainer<M> {
+    gradients: Gradients<M>,
     parameters: Parameters,
     optimizer: AdamW,
     config: TrainConfig,
+    examples: Vec<Example>,
+    held_out: Vec<Window>,
+    /// Per epoch, per window, indices of examples.
+    epochs: Vec<Vec<Vec<usize>>>,
+    steps: u64,
+    first_step: u64,
+    /// Epoch and window that come next.
+    next: (usize, usize),
+    /// Of the epoch so far: loss times weight, weight.
+    epoch_loss: (f64, f64),
+    last_loss: f64,
+    work: Work,
 }
 
-impl<'m> Trainer<'m> {
+impl<M: Deref<Target = Model>> Trainer<M> {
     /// Sets a run up: checks the settings, draws a fresh adapter, and differentiates and plans
     /// the graph.
     ///
     /// # Errors
     /// A setting, by field; or the refusal, before anything is allocated for the run.
-    pub fn new(model: &'m Model, config: TrainConfig) -> Result<Trainer<'m>> {
-        Trainer::with_fallback(model, config, None)
+    pub fn new(model: M, config: TrainConfig) -> Result<Trainer<M>> {
+        Trainer::start(model, config, Start::default())
     }
 
-    /// As [`Trainer::new`], with another device for what the model's own has no kernel for.
+    /// As [`Trainer::new`], from what there is already.
     ///
     /// # Errors
     /// As [`Trainer::new`].
-    pub fn with_fallback(
-        model: &'m Model,
-        config: TrainConfig,
-        fallback: Option<Arc<dyn Device>>,
-    ) -> Result<Trainer<'m>> {
+    pub fn start(model: M, config: TrainConfig, start: Start) -> Result<Trainer<M>> {
         config.check()?;
-        let adapter =
-            Adapter::fresh(model, &config.targets, config.rank, config.alpha, config.seed)?;
+        let (adapter, optimizer) = match start.from {
+            Some(from) => from,
+            None => {
+                let TrainConfig { targets, rank, alpha, seed, .. } = &config;
+                let adapter = Adapter::fresh(&model, targets, *rank, *alpha, *seed)?;
+                (adapter, AdamW::new(config.weight_decay))
+            }
+        };
         let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
         let mut gradients = Gradients::new(model, config.graph.clone())?;
-        if let Some(device) = fallback {
+        if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
         gradients.plan(&parameters)?;
-        let optimizer = AdamW::new(config.weight_decay);
-        Ok(Trainer { gradients, parameters, optimizer, config })
+        Ok(Trainer {
+            gradients,
+            parameters,
+            first_step: optimizer.steps,
+            optimizer,
+            config,
+            examples: Vec::new(),
+            held_out: Vec::new(),
+            epochs: Vec::new(),
+            steps: 0,
+            next: (0, 0),
+            epoch_loss: (0.0, 0.0),
+            last_loss: f64::NAN,
+            work: Work::Done,
+        })
     }
 
     /// The gradient graphs it runs.
-    pub fn gradients(&self) -> &Gradients<'m> {
+    pub fn gradients(&self) -> &Gradients<M> {
         &self.gradients
     }
 
@@ -165,104 +244,192 @@ impl<'m> Trainer<'m> {
         self.gradients.plan(&self.parameters)
     }
 
+    /// Packs the data of all epochs and builds every graph they need; no memory for runs is taken
+    /// yet. `held_out` is measured after each epoch.
+    ///
+    /// # Errors
+    /// An example that does not fit a window; the refusal.
+    pub fn load(&mut self, examples: Vec<Example>, held_out: Vec<Example>) -> Result<Event> {
+        let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
+        let mut order: Vec<usize> = (0..examples.len()).collect();
+        let (rows, most) = (self.config.graph.rows, self.gradients.most_sequences());
+        // Every epoch packs its own order, so the number of steps is known by doing it.
+        self.epochs.clear();
+        for _ in 0..self.config.epochs {
+            for i in (1..order.len()).rev() {
+                order.swap(i, (random.next_f64() * (i + 1) as f64) as usize);
+            }
+            self.epochs.push(pack(&examples, &order, rows, most)?);
+        }
+        let accumulate = self.config.accumulate;
+        self.steps = self.epochs.iter().map(|e| e.len().div_ceil(accumulate) as u64).sum();
+        let all: Vec<usize> = (0..held_out.len()).collect();
+        let packed = pack(&held_out, &all, rows, most)?;
+        self.held_out = packed.iter().map(|w| Window::of(&held_out, w)).collect();
+        let labelled = |w: &Window| w.examples.iter().map(Example::labelled).sum::<usize>();
+        for window in &self.held_out {
+            self.gradients.prepare(labelled(window), true, &self.parameters)?;
+        }
+        let (mut arena_bytes, mut scratch_bytes) = (0, 0);
+        for window in self.epochs.iter().flatten() {
+            let labelled = labelled(&Window::of(&examples, window));
+            let graph = self.gradients.plan_for(labelled, &self.parameters)?;
+            arena_bytes = arena_bytes.max(graph.arena_bytes());
+            scratch_bytes = scratch_bytes.max(graph.scratch_bytes());
+        }
+        self.examples = examples;
+        self.next = (0, 0);
+        self.work = Work::Next;
+        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
+        Ok(Event::Start { steps: self.steps, parameters, arena_bytes, scratch_bytes })
+    }
+
+    /// Bytes that a run takes beside the model: arenas, what crosses between devices, and five
+    /// numbers for each that moves (itself, its gradient twice, two moments).
+    pub fn planned_bytes(&self) -> usize {
+        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
+        self.gradients.planned_bytes() + parameters * 5 * 4
+    }
+
+    /// Takes the memory of the run.
+    ///
+    /// # Errors
+    /// When memory is out.
+    pub fn reserve(&mut self) -> Result<()> {
+        self.gradients.reserve()
+    }
+
+    /// Goes on until something is worth reporting, the run is done, or `stop` says so.
+    ///
+    /// # Errors
+    /// As [`Gradients::of`]; the parameters are those of the last whole step then.
+    pub fn advance(&mut self, stop: &dyn Stop) -> Result<Advance> {
+        loop {
+            match &mut self.work {
+                Work::Done => return Ok(Advance::Done),
+                Work::Next => self.work = self.following(),
+                Work::Step(step) => {
+                    let Trainer { gradients, parameters, optimizer, .. } = self;
+                    let Some(stepped) = step.advance(gradients, parameters, optimizer, stop)?
+                    else {
+                        return Ok(Advance::Stopped);
+                    };
+                    self.work = Work::Next;
+                    return Ok(Advance::Event(self.stepped(stepped)));
+                }
+                Work::HeldOut { window, pass, loss } => {
+                    let total = total_weight(&self.held_out);
+                    let Some(next) = self.held_out.get(*window) else {
+                        let held_out = (!self.held_out.is_empty()).then_some(*loss);
+                        let event = self.end_of_epoch(held_out);
+                        return Ok(Advance::Event(event));
+                    };
+                    let Trainer { gradients, parameters, .. } = self;
+                    if pass.is_none() {
+                        *pass = Some(gradients.begin(next, total, true, parameters)?);
+                    }
+                    let Some(running) = pass else { continue };
+                    if !gradients.advance(running, parameters, stop)? {
+                        return Ok(Advance::Stopped);
+                    }
+                    *loss += gradients.loss(running)?;
+                    *pass = None;
+                    *window += 1;
+                }
+            }
+            if stop.should_stop() {
+                return Ok(Advance::Stopped);
+            }
+        }
+    }
+
+    /// The work that comes next.
+    fn following(&mut self) -> Work {
+        let (epoch, window) = self.next;
+        let Some(windows) = self.epochs.get(epoch) else { return Work::Done };
+        let rest = windows.get(window..).unwrap_or(&[]);
+        let Some(chunk) = rest.chunks(self.config.accumulate).next() else {
+            return Work::HeldOut { window: 0, pass: None, loss: 0.0 };
+        };
+        let windows = chunk.iter().map(|w| Window::of(&self.examples, w)).collect();
+        self.next = (epoch, window + chunk.len());
+        let done = self.optimizer.steps - self.first_step;
+        let factor = self.config.schedule.factor(done, self.steps, self.config.warmup);
+        let lr = self.config.lr * factor;
+        Work::Step(Box::new(Step::new(windows, lr, self.config.clip, &self.parameters)))
+    }
+
+    fn stepped(&mut self, stepped: Stepped) -> Event {
+        let Stepped { loss, norm, lr, rows, total } = stepped;
+        self.last_loss = loss;
+        self.epoch_loss.0 += loss * total;
+        self.epoch_loss.1 += total;
+        let step = self.optimizer.steps - self.first_step;
+        Event::Step { step, loss, grad_norm: norm, lr, rows }
+    }
+
+    fn end_of_epoch(&mut self, held_out: Option<f64>) -> Event {
+        let (loss, weight) = std::mem::take(&mut self.epoch_loss);
+        self.next = (self.next.0 + 1, 0);
+        self.work = Work::Next;
+        Event::Epoch { epoch: self.next.0 as u64, loss: loss / weight, held_out }
+    }
+
     /// One optimizer step over windows: their loss is the weighted mean over all their tokens,
     /// however they are split. Returns the loss and the gradient's norm, before the step.
     ///
     /// # Errors
     /// As [`Gradients::of`]; the parameters have not moved then.
     pub fn step(&mut self, windows: &[Window], lr: f32) -> Result<(f64, f64)> {
-        let weight = |w: &Window| w.examples.iter().map(Example::weight).sum::<f64>();
-        let total: f64 = windows.iter().map(weight).sum();
-        let mut loss = 0.0;
-        let mut sum: Vec<Vec<f32>> = Vec::new();
-        let names = self.parameters.names();
-        for window in windows {
-            let mut part = self.gradients.of(window, total, &self.parameters, &())?;
-            loss += part.loss;
-            let grads = names.iter().map(|n| part.grads.remove(n).unwrap_or_default());
-            if sum.is_empty() {
-                sum = grads.collect();
-            } else {
-                for (to, from) in sum.iter_mut().zip(grads) {
-                    to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
-                }
+        let mut step = Step::new(windows.to_vec(), lr, self.config.clip, &self.parameters);
+        let Trainer { gradients, parameters, optimizer, .. } = self;
+        loop {
+            if let Some(done) = step.advance(gradients, parameters, optimizer, &())? {
+                return Ok((done.loss, done.norm));
             }
         }
-        let square = |g: &f32| f64::from(*g) * f64::from(*g);
-        let norm = sum.iter().flatten().map(square).sum::<f64>().sqrt();
-        if !norm.is_finite() {
-            return Err(Error::Stopped(format!(
-                "step {}: the gradient's norm is {norm}",
-                self.optimizer.steps + 1
-            )));
-        }
-        if self.config.clip > 0.0 {
-            let factor = f64::from(self.config.clip) / (norm + 1e-6);
-            if factor < 1.0 {
-                sum.iter_mut().flatten().for_each(|g| *g *= factor as f32);
-            }
-        }
-        let values = self.parameters.values_mut();
-        let mut moves: Vec<(String, &mut [f32], &[f32])> =
-            values.into_iter().zip(&sum).map(|((n, v), g)| (n, v, g.as_slice())).collect();
-        self.optimizer.step(lr, &mut moves)?;
-        Ok((loss, norm))
     }
 
-    /// Runs all epochs. `on` hears of every step; when it returns false the run ends there, and
+    /// Runs all epochs. `on` hears of every event; when it returns false the run ends there, and
     /// the adapter is what it has become.
     ///
     /// # Errors
-    /// As [`Trainer::step`]; and when a target has not moved at all.
+    /// As [`Trainer::advance`]; and when a target has not moved at all.
     pub fn run(
         mut self,
         examples: &[Example],
         on: &mut dyn FnMut(Event) -> bool,
     ) -> Result<Outcome> {
-        let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
-        let mut order: Vec<usize> = (0..examples.len()).collect();
-        let rows = self.config.graph.rows;
-        let most = self.gradients.most_sequences();
-        let accumulate = self.config.accumulate;
-        // Every epoch packs its own order, so the number of steps is known by doing it.
-        let mut epochs: Vec<Vec<Vec<usize>>> = Vec::new();
-        for _ in 0..self.config.epochs {
-            for i in (1..order.len()).rev() {
-                order.swap(i, (random.next_f64() * (i + 1) as f64) as usize);
-            }
-            epochs.push(pack(examples, &order, rows, most)?);
+        let start = self.load(examples.to_vec(), Vec::new())?;
+        if !on(start) {
+            return self.finish();
         }
-        let steps: u64 = epochs.iter().map(|e| e.len().div_ceil(accumulate) as u64).sum();
-        let labelled = epochs.iter().flatten().map(|window| {
-            let chosen = window.iter().filter_map(|&i| examples.get(i));
-            chosen.map(Example::labelled).sum::<usize>()
-        });
-        let labelled = labelled.max().unwrap_or(0);
-        let graph = self.gradients.plan_for(labelled, &self.parameters)?;
-        let (arena_bytes, scratch_bytes) = (graph.arena_bytes(), graph.scratch_bytes());
-        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
-        if !on(Event::Start { steps, parameters, arena_bytes, scratch_bytes }) {
-            return self.finish(f64::NAN);
-        }
-        self.gradients.reserve(labelled, &self.parameters)?;
-        let mut last = f64::NAN;
-        for packed in epochs.iter().flat_map(|e| e.chunks(accumulate)) {
-            let windows: Vec<Window> = packed.iter().map(|w| Window::of(examples, w)).collect();
-            let step = self.optimizer.steps;
-            let factor = self.config.schedule.factor(step, steps, self.config.warmup);
-            let lr = self.config.lr * factor;
-            let (loss, grad_norm) = self.step(&windows, lr)?;
-            last = loss;
-            let rows = windows.iter().map(Window::rows).sum();
-            if !on(Event::Step { step: step + 1, loss, grad_norm, lr, rows }) {
-                break;
+        self.reserve()?;
+        loop {
+            match self.advance(&())? {
+                Advance::Stopped => {}
+                Advance::Done => return self.finish(),
+                Advance::Event(event) => {
+                    if !on(event) {
+                        return self.finish();
+                    }
+                }
             }
         }
-        self.finish(last)
     }
 
-    fn finish(self, last_loss: f64) -> Result<Outcome> {
-        let steps = self.optimizer.steps;
+    /// Ends the run where it is; a step that has begun to move parameters is brought to its end.
+    ///
+    /// # Errors
+    /// When a target has not moved at all.
+    pub fn finish(mut self) -> Result<Outcome> {
+        let Trainer { work, gradients, parameters, optimizer, .. } = &mut self;
+        if let Work::Step(step) = work
+            && step.is_moving()
+        {
+            while step.advance(gradients, parameters, optimizer, &())?.is_none() {}
+        }
+        let steps = self.optimizer.steps - self.first_step;
         let adapter = self.parameters.adapter.unwrap_or(Adapter {
             alpha: self.config.alpha,
             tensors: std::collections::BTreeMap::new(),
@@ -282,7 +449,8 @@ impl<'m> Trainer<'m> {
             )));
         }
         let moved = (total - dead.len(), total);
-        Ok(Outcome { adapter, steps, last_loss, moved })
+        let (optimizer, last_loss) = (self.optimizer, self.last_loss);
+        Ok(Outcome { adapter, optimizer, steps, last_loss, moved })
     }
 }
 

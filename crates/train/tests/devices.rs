@@ -12,7 +12,7 @@ use graph::{
 };
 use model::Model;
 use testkit::{Random, Toy};
-use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, select_targets};
+use train::{Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, select_targets};
 
 /// A processor with a shortcoming.
 struct Odd {
@@ -129,7 +129,7 @@ fn train(model: &Model, name: &str) -> train::Result<Vec<u8>> {
     train_with(Trainer::new(model, config(model))?, model, name)
 }
 
-fn train_with(trainer: Trainer<'_>, model: &Model, name: &str) -> train::Result<Vec<u8>> {
+fn train_with(trainer: Trainer<&Model>, model: &Model, name: &str) -> train::Result<Vec<u8>> {
     let mut random = Random::new(5);
     let examples = [12, 30, 19, 8].map(|n| Example {
         tokens: (0..n).map(|_| random.below(320) as u32).collect(),
@@ -200,7 +200,8 @@ fn what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
         let placed = |policy| {
             let mut config = config(&model);
             config.graph.placement = policy;
-            Trainer::with_fallback(&model, config, Some(cpu.clone()))
+            let fallback = Some(cpu.clone());
+            Trainer::start(&model, config, Start { fallback, ..Start::default() })
         };
         let mut trainer = placed(Policy::Fallback).unwrap();
         let plan = trainer.plan().unwrap();

@@ -148,3 +148,75 @@ fn how_a_step_is_split_does_not_change_its_gradient() {
         assert!(norm > 0.0 && off / norm < 1e-6, "{}", off / norm);
     }
 }
+
+/// Stops wherever it is asked `n` times, so that another run stops elsewhere.
+struct Often(std::sync::atomic::AtomicUsize, usize);
+
+impl graph::Stop for Often {
+    fn should_stop(&self) -> bool {
+        let asked = self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        asked % self.1 == self.1 - 1
+    }
+}
+
+#[test]
+fn where_a_run_is_stopped_and_what_is_held_out_does_not_change_the_file() {
+    let model = std::sync::Arc::new(toy("llama", TensorType::Q4_1, 2));
+    let (file, losses) = run(&model, Recompute::None, "unstopped");
+    let held_out = examples().split_off(3);
+    for every in [2, 7] {
+        let mut trainer = Trainer::new(model.clone(), config(&model, Recompute::None)).unwrap();
+        let start = trainer.load(examples(), held_out.clone()).unwrap();
+        trainer.reserve().unwrap();
+        let stop = Often(Default::default(), every);
+        let (mut stops, mut found, mut epochs) = (0, Vec::new(), Vec::new());
+        loop {
+            match trainer.advance(&stop).unwrap() {
+                train::Advance::Stopped => stops += 1,
+                train::Advance::Done => break,
+                train::Advance::Event(train::Event::Step { loss, .. }) => found.push(loss),
+                train::Advance::Event(train::Event::Epoch { loss, held_out, .. }) => {
+                    epochs.push((loss, held_out.unwrap()));
+                }
+                train::Advance::Event(event) => panic!("{event:?}"),
+            }
+        }
+        assert_eq!(found, losses);
+        assert!(stops > 1_000 / every, "{stops} stops");
+        assert!(matches!(start, train::Event::Start { steps, .. } if steps == losses.len() as u64));
+        // The means of each epoch's steps fall, and so does the loss of what is held out, which
+        // here was learned too.
+        assert_eq!(epochs.len(), 4);
+        assert!(epochs[3].0 < epochs[0].0 && epochs[3].1 < epochs[0].1, "{epochs:?}");
+        let mean = |range: std::ops::Range<usize>| losses[range].iter().sum::<f64>();
+        assert!(epochs[0].0 > mean(losses.len() - 2..losses.len()) / 2.0);
+        let outcome = trainer.finish().unwrap();
+        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("stopped.gguf");
+        outcome.adapter.write(&path, &model).unwrap();
+        assert!(std::fs::read(&path).unwrap() == file, "stopping every {every} changes the file");
+    }
+}
+
+/// An adapter and its optimizer go on where they were: two runs of half the epochs each, at a
+/// constant rate, are one.
+#[test]
+fn a_run_goes_on_from_an_adapter_and_its_optimizer() {
+    let model = toy("llama", TensorType::Q4_1, 2);
+    let settings = |epochs| TrainConfig {
+        schedule: Schedule::Constant,
+        warmup: 0,
+        epochs,
+        ..config(&model, Recompute::None)
+    };
+    // One example, so that the order of the data does not matter.
+    let examples = examples().split_off(7);
+    let once = Trainer::new(&model, settings(4)).unwrap().run(&examples, &mut |_| true).unwrap();
+    let half = Trainer::new(&model, settings(2)).unwrap().run(&examples, &mut |_| true).unwrap();
+    let from = Some((half.adapter.clone(), half.optimizer.clone()));
+    let start = train::Start { from, ..Default::default() };
+    let whole = Trainer::start(&model, settings(2), start).unwrap();
+    let whole = whole.run(&examples, &mut |_| true).unwrap();
+    assert_eq!((half.steps, whole.steps), (2, 2));
+    assert!(half.adapter != once.adapter);
+    assert!(whole.adapter == once.adapter && whole.optimizer == once.optimizer);
+}

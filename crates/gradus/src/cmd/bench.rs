@@ -216,7 +216,7 @@ fn train(args: &Args) -> Result<()> {
             ..GraphConfig::default()
         },
     };
-    let mut trainer = Trainer::new(&model, config)?;
+    let mut trainer = Trainer::new(model.clone(), config)?;
     let parameters = trainer.parameters().adapter.as_ref().map_or(0, Adapter::parameters);
     let mut rates = Vec::new();
     let rounds = args.repetitions + 1;

@@ -129,7 +129,7 @@ fn grads(args: &Common, wrt: &[String], recompute: bool) -> Result<BTreeMap<Stri
     let recompute = if recompute { Recompute::PerLayer } else { Recompute::None };
     let config =
         GraphConfig { rows, cache: args.cache_type.dtype(), recompute, ..GraphConfig::default() };
-    let mut gradients = Gradients::new(&model, config)?;
+    let mut gradients = Gradients::new(model.clone(), config)?;
     let mut loss = 0.0;
     let mut sums: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for example in examples {

@@ -275,6 +275,7 @@ pub fn train(
                     progress.set(step, &format!("loss {loss:.4}  {rate:.0} tokens/s"));
                 }
             }
+            Event::Epoch { .. } => {}
         }
         !interrupt.asked()
     })?;
