@@ -198,7 +198,7 @@ fn stray(file: &str, tensor: &str) -> Error {
 
 fn projection(model: &Model, target: &str) -> Result<(usize, usize)> {
     match model.weights().get(target) {
-        Some(w) if w.shape.rank() == 2 && target != "token_embd.weight" => {
+        Some(w) if w.is_matrix() && w.shape.rank() == 2 && target != "token_embd.weight" => {
             Ok((w.shape.dim(0), w.shape.dim(1)))
         }
         Some(_) if target == "token_embd.weight" => {

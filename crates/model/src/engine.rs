@@ -255,6 +255,7 @@ impl Engine {
             logit_rows: logit_rows.len(),
             cache: self.config.cache,
             prefix: Some(self.cache.prefix_shape(pages)),
+            states: crate::EntryStates::Zero,
             adapters: self.adapters.iter().map(|a| a.shapes()).collect(),
             trainable: BTreeSet::new(),
         };

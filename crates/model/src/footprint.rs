@@ -19,6 +19,7 @@ pub fn arena_bytes(model: &Model, config: &EngineConfig, rows: usize) -> Result<
         logit_rows: 1,
         cache: config.cache,
         prefix: Some(PrefixShape { pages, page: PAGE, table: pages.next_power_of_two() }),
+        states: crate::EntryStates::Zero,
         adapters: Vec::new(),
         trainable: BTreeSet::new(),
     };

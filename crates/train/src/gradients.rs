@@ -6,7 +6,7 @@ use std::sync::Arc;
 use graph::{
     DType, Device, Leaf, NodeId, Placed, Policy, Position, Recompute, Shape, Stop, Workspace,
 };
-use model::{Adapter, Model, Net, NetConfig, Weights};
+use model::{Adapter, EntryStates, Model, Net, NetConfig, Weights};
 
 use crate::{Error, Example, Result, Window};
 
@@ -309,6 +309,7 @@ impl<'m> Gradients<'m> {
             logit_rows,
             cache: self.config.cache,
             prefix: None,
+            states: EntryStates::Zero,
             adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
             trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
         };
