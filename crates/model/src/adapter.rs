@@ -26,6 +26,10 @@ pub struct LoraTensor {
     pub scale: f32,
 }
 
+/// An adapter as an engine knows it: a number that is never given to another one.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct AdapterId(pub(crate) u64);
+
 /// A LoRA adapter, checked against a model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Adapter {

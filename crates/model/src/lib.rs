@@ -23,7 +23,7 @@ mod net;
 mod perplexity;
 mod weights;
 
-pub use adapter::{Adapter, LoraTensor};
+pub use adapter::{Adapter, AdapterId, LoraTensor};
 pub use arch::{Architecture, Geometry};
 pub use cache::{Cache, SeqId};
 pub use engine::{Engine, EngineConfig, Rows, WantLogits};

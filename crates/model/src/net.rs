@@ -15,7 +15,7 @@ use crate::weights::TensorSource;
 use crate::{Error, Result};
 
 /// The shape of one adapter slot's tensor pair on one target.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct LoraShape {
     /// The base tensor, e.g. `blk.0.attn_q.weight`.
     pub target: String,
@@ -44,6 +44,18 @@ pub enum EntryStates {
     /// A leaf `state.I` f32 `[slots, elements]` holds many, of which `state_slots` i32 `[S]` names
     /// each sequence's.
     Slots(usize),
+}
+
+impl EntryStates {
+    /// Those of a graph over a cache with so many slots: one sequence's state is bound where it
+    /// lies, those of several are gathered.
+    pub(crate) fn of(geometry: &crate::Geometry, seqs: usize, slots: usize) -> EntryStates {
+        match (geometry.states.is_empty(), seqs) {
+            (true, _) => EntryStates::Zero,
+            (false, 1) => EntryStates::Given,
+            (false, _) => EntryStates::Slots(slots),
+        }
+    }
 }
 
 /// A state of a recurrent layer, of every sequence: `[S, ..]`.

@@ -401,7 +401,7 @@ impl Parameters {
 pub fn loss_of(
     engine: &mut model::Engine,
     examples: &[Example],
-    adapter: Option<usize>,
+    adapter: Option<model::AdapterId>,
 ) -> Result<f64> {
     let (mut sum, mut total) = (0.0, 0.0);
     for example in examples {
