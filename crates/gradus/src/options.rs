@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use graph::{DType, Device};
-use model::{Adapter, Engine, EngineConfig, Model};
+use model::{Adapter, AdapterId, Engine, EngineConfig, Model};
 use text::{ChatTemplate, SpecialTokens};
 
 use crate::error::{Error, Result};
@@ -166,8 +166,8 @@ fn bias(text: &str) -> std::result::Result<(u32, f32), String> {
 }
 
 impl SamplerArgs {
-    /// How to generate, with an adapter slot.
-    pub fn config(&self, adapter: Option<usize>) -> model::GenerateConfig {
+    /// How to generate, with an adapter.
+    pub fn config(&self, adapter: Option<AdapterId>) -> model::GenerateConfig {
         let sampler = text::SamplerConfig {
             temperature: self.temperature,
             top_k: self.top_k,
@@ -241,12 +241,9 @@ impl TemplateArgs {
 }
 
 impl AdapterArgs {
-    /// The adapters for an engine, and the slot to use.
-    pub fn read(&self, model: &Model) -> Result<(Vec<Arc<Adapter>>, Option<usize>)> {
-        Ok(match &self.adapter {
-            None => (Vec::new(), None),
-            Some(path) => (vec![Arc::new(Adapter::read(path, model)?)], Some(0)),
-        })
+    /// The adapter, if one is given.
+    pub fn read(&self, model: &Model) -> Result<Option<Adapter>> {
+        Ok(self.adapter.as_ref().map(|path| Adapter::read(path, model)).transpose()?)
     }
 }
 
@@ -284,7 +281,13 @@ pub fn room(wanted: usize, positions: usize, prompt: usize) -> Result<usize> {
     }
 }
 
-/// An engine with a cache of so many positions.
+/// How an engine for one sequence of so many positions is set up.
+pub fn engine_config(cache: CacheType, positions: usize) -> EngineConfig {
+    // The sequence's own state, and one to go back to.
+    EngineConfig { cache: cache.dtype(), positions, batch: BATCH, states: 2 }
+}
+
+/// An engine for one sequence of so many positions, with an adapter.
 ///
 /// # Errors
 /// When the cache type does not fit the model, or memory is out.
@@ -292,10 +295,11 @@ pub fn engine(
     model: &Arc<Model>,
     cache: CacheType,
     positions: usize,
-    adapters: Vec<Arc<Adapter>>,
-) -> Result<Engine> {
-    let config = EngineConfig { cache: cache.dtype(), positions, batch: BATCH };
-    Ok(Engine::new(model.clone(), config, adapters)?)
+    adapter: Option<Adapter>,
+) -> Result<(Engine, Option<AdapterId>)> {
+    let mut engine = Engine::new(model.clone(), engine_config(cache, positions))?;
+    let id = adapter.map(|adapter| engine.attach(Arc::new(adapter)));
+    Ok((engine, id))
 }
 
 /// The longest text a command reads, in bytes.

@@ -106,8 +106,8 @@ fn device(threads: usize, family: cpu::Family) -> Arc<dyn Device> {
 }
 
 fn engine(model: &Arc<Model>, cache: DType) -> Engine {
-    let config = EngineConfig { cache, positions: 4096, batch: 512 };
-    Engine::new(model.clone(), config, Vec::new()).unwrap()
+    let config = EngineConfig { cache, positions: 4096, batch: 512, ..EngineConfig::default() };
+    Engine::new(model.clone(), config).unwrap()
 }
 
 /// P5, bitwise: however a prompt is fed, with any number of threads, beside others or alone, for

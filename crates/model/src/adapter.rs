@@ -26,6 +26,10 @@ pub struct LoraTensor {
     pub scale: f32,
 }
 
+/// An adapter as an engine knows it: a number that is never given to another one.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct AdapterId(pub(crate) u64);
+
 /// A LoRA adapter, checked against a model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Adapter {
@@ -198,7 +202,7 @@ fn stray(file: &str, tensor: &str) -> Error {
 
 fn projection(model: &Model, target: &str) -> Result<(usize, usize)> {
     match model.weights().get(target) {
-        Some(w) if w.shape.rank() == 2 && target != "token_embd.weight" => {
+        Some(w) if w.is_matrix() && w.shape.rank() == 2 && target != "token_embd.weight" => {
             Ok((w.shape.dim(0), w.shape.dim(1)))
         }
         Some(_) if target == "token_embd.weight" => {

@@ -5,12 +5,15 @@
 //! needed, and the rows that pad them belong to no sequence. By the promise "one token, one
 //! value" none of that changes a row's logits.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use graph::{Arena, CrossEntropyAttrs, DType, Graph, Leaf, NodeId, Op, Plan, Segment, Shape};
 
-use crate::{Adapter, Cache, Error, Model, Net, NetConfig, Result, SeqId};
+use crate::{
+    Adapter, AdapterId, Cache, EntryStates, Error, LoraShape, Model, Net, NetConfig, Result, SeqId,
+    cache::PAGE,
+};
 
 /// How an engine is set up.
 #[derive(Clone, PartialEq, Debug)]
@@ -21,11 +24,14 @@ pub struct EngineConfig {
     pub positions: usize,
     /// Most rows of one graph.
     pub batch: usize,
+    /// Slots for the state of recurrent layers, if the model has such: one per sequence that has
+    /// run, the others keep states at which prefixes are reused.
+    pub states: usize,
 }
 
 impl Default for EngineConfig {
     fn default() -> EngineConfig {
-        EngineConfig { cache: DType::F16, positions: 4096, batch: 512 }
+        EngineConfig { cache: DType::F16, positions: 4096, batch: 512, states: 8 }
     }
 }
 
@@ -47,8 +53,8 @@ pub struct Rows<'a> {
     pub seq: SeqId,
     /// Its next tokens.
     pub tokens: &'a [u32],
-    /// The adapter slot they use, if any.
-    pub adapter: Option<usize>,
+    /// The adapter they use, if any.
+    pub adapter: Option<AdapterId>,
     /// Which logits to return.
     pub want: WantLogits,
 }
@@ -67,6 +73,8 @@ enum Bind {
     Table,
     LogitRows,
     Cache { layer: usize, values: bool },
+    State(usize),
+    StateSlots,
     LoraRows { slots: Vec<usize>, head: bool },
     Lora { slot: usize, target: String, part: Part },
     Weight(String),
@@ -85,12 +93,19 @@ struct Prepared {
     used: u64,
 }
 
+/// An adapter, and what a graph must know of it.
+struct Attached {
+    adapter: Arc<Adapter>,
+    shapes: Vec<LoraShape>,
+}
+
 /// A model with a cache, adapters, and the graphs it has run so far.
 pub struct Engine {
     model: Arc<Model>,
     config: EngineConfig,
     cache: Cache,
-    adapters: Vec<Arc<Adapter>>,
+    adapters: BTreeMap<AdapterId, Attached>,
+    next_adapter: u64,
     prepared: Vec<Prepared>,
     arena: Box<dyn Arena>,
     clock: u64,
@@ -103,22 +118,26 @@ struct Piece<'a> {
 }
 
 impl Engine {
-    /// An engine over a model, with its cache and adapters.
+    /// An engine over a model, with its cache.
     ///
     /// # Errors
-    /// When the cache type does not fit the model, or memory is out.
-    pub fn new(
-        model: Arc<Model>,
-        config: EngineConfig,
-        adapters: Vec<Arc<Adapter>>,
-    ) -> Result<Engine> {
+    /// When the cache type does not fit the model, a setting is out of range, or memory is out.
+    pub fn new(model: Arc<Model>, config: EngineConfig) -> Result<Engine> {
         if config.batch == 0 || config.batch > 4096 {
             return Err(Error::new(format!("batch is {}, expected 1 to 4096", config.batch)));
         }
-        let cache = Cache::new(model.geometry(), config.cache, config.positions)?;
+        let cache = Cache::new(model.geometry(), config.cache, config.positions, config.states)?;
         let arena = model.device().arena(0)?;
-        let (prepared, clock) = (Vec::new(), 0);
-        Ok(Engine { model, config, cache, adapters, prepared, arena, clock })
+        Ok(Engine {
+            model,
+            config,
+            cache,
+            adapters: BTreeMap::new(),
+            next_adapter: 0,
+            prepared: Vec::new(),
+            arena,
+            clock: 0,
+        })
     }
 
     /// The model.
@@ -126,14 +145,50 @@ impl Engine {
         &self.model
     }
 
-    /// The cache: open and close sequences here.
+    /// The cache: sequences that reuse nothing are opened here, and all are closed here.
     pub fn cache(&mut self) -> &mut Cache {
         &mut self.cache
     }
 
-    /// The adapters, by slot.
-    pub fn adapters(&self) -> &[Arc<Adapter>] {
-        &self.adapters
+    /// Opens a sequence that is to run these tokens with an adapter. It begins with what others
+    /// have left of them in the cache; the second number says how many tokens that is, always
+    /// fewer than there are. The rest must be run, and by the promise "one token, one value" its
+    /// logits are those of a sequence that began with nothing.
+    pub fn open(&mut self, tokens: &[u32], adapter: Option<AdapterId>) -> (SeqId, usize) {
+        self.cache.open_prefix(tokens, adapter)
+    }
+
+    /// Positions that sequences can still get: what is free or only kept for reuse, in whole
+    /// pages.
+    pub fn free_positions(&self) -> usize {
+        self.cache.free_pages() * PAGE
+    }
+
+    /// True when [`Engine::forward`] has room for so many new rows of these sequences, each
+    /// standing once.
+    pub fn can_take(&self, wanted: &[(SeqId, usize)]) -> bool {
+        self.cache.check_room(wanted).is_ok()
+    }
+
+    /// Makes an adapter usable. The same adapter attached twice is two; an id is never given
+    /// again.
+    pub fn attach(&mut self, adapter: Arc<Adapter>) -> AdapterId {
+        let id = AdapterId(self.next_adapter);
+        self.next_adapter += 1;
+        let shapes = adapter.shapes();
+        self.adapters.insert(id, Attached { adapter, shapes });
+        id
+    }
+
+    /// Takes an adapter away, and what the cache keeps of it. False when there is none of this id.
+    pub fn detach(&mut self, id: AdapterId) -> bool {
+        self.cache.forget(id);
+        self.adapters.remove(&id).is_some()
+    }
+
+    /// The adapter of an id.
+    pub fn adapter(&self, id: AdapterId) -> Option<&Arc<Adapter>> {
+        self.adapters.get(&id).map(|a| &a.adapter)
     }
 
     /// Bytes of the arena and the cache as they are now.
@@ -145,9 +200,9 @@ impl Engine {
     /// the wanted logits, `[rows, vocab]`, in order.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary, a sequence stands twice, an adapter slot is not
-    /// there, the cache is full (nothing has run then), or the device fails; after a failed
-    /// run the sequences keep the rows that had run whole.
+    /// When a token is outside the vocabulary, a sequence stands twice, an adapter is not
+    /// attached, or the device fails; after a failed run the sequences keep the rows that had run
+    /// whole. [`Error::Full`] when the cache has no room; nothing has run then.
     pub fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<Vec<f32>>> {
         let vocab = self.model.geometry().vocab;
         let mut seen = BTreeSet::new();
@@ -160,13 +215,12 @@ impl Engine {
             if !seen.insert(rows.seq) {
                 return Err(Error::new(format!("entry {i}: the sequence stands twice in a batch")));
             }
-            if rows.adapter.is_some_and(|slot| slot >= self.adapters.len()) {
-                return Err(Error::new(format!("entry {i}: there is no such adapter slot")));
+            if rows.adapter.is_some_and(|id| !self.adapters.contains_key(&id)) {
+                return Err(Error::new(format!("entry {i}: the adapter is not attached")));
             }
         }
-        for rows in batch {
-            self.cache.reserve(rows.seq, rows.tokens.len())?;
-        }
+        let wanted: Vec<(SeqId, usize)> = batch.iter().map(|r| (r.seq, r.tokens.len())).collect();
+        self.cache.reserve(&wanted)?;
         let most_logits = (LOGIT_BYTES / (vocab * 4)).clamp(1, self.config.batch);
         let mut out: Vec<Vec<f32>> = batch.iter().map(|_| Vec::new()).collect();
         let mut run: Vec<Piece<'_>> = Vec::new();
@@ -184,6 +238,7 @@ impl Engine {
                     (rows_used, logits_used) = (0, 0);
                     continue;
                 }
+                take = self.cache.until_kept(rows.seq, take);
                 let Some((now, later)) = rest.split_at_checked(take) else { break };
                 let want = match rows.want {
                     WantLogits::Last if !later.is_empty() => WantLogits::None,
@@ -212,6 +267,10 @@ impl Engine {
     }
 
     fn run(&mut self, parts: &[Piece<'_>], out: &mut [Vec<f32>]) -> Result<()> {
+        for part in parts {
+            self.cache.ready(part.rows.seq)?;
+        }
+        let used = self.used_adapters(parts);
         let total: usize = parts.iter().map(|p| p.rows.tokens.len()).sum();
         let rows = bucket(total);
         let mut tokens = vec![0i32; rows];
@@ -222,15 +281,19 @@ impl Engine {
         let pages = parts.iter().map(|p| self.cache.table(p.rows.seq).len()).max().unwrap_or(0);
         let pages = pages.max(1).next_power_of_two();
         let mut table = vec![0i32; seq_count * pages];
+        let mut state_slots = vec![0i32; seq_count];
         let mut logit_rows = Vec::new();
         let mut first = 0usize;
         for (i, part) in parts.iter().enumerate() {
             let start = self.cache.len(part.rows.seq);
             let n = part.rows.tokens.len();
+            let slot = used.iter().position(|&id| Some(id) == part.rows.adapter);
+            let slot = slot.map_or(-1, |slot| slot as i32);
+            put(&mut state_slots, i, self.cache.slot(part.rows.seq) as i32);
             for (j, &token) in part.rows.tokens.iter().enumerate() {
                 put(&mut tokens, first + j, token as i32);
                 put(&mut positions, first + j, (start + j) as i32);
-                put(&mut slots, first + j, part.rows.adapter.map_or(-1, |s| s as i32));
+                put(&mut slots, first + j, slot);
             }
             for (k, value) in [first, n, start].into_iter().enumerate() {
                 put(&mut seqs, i * 3 + k, value as i32);
@@ -255,7 +318,8 @@ impl Engine {
             logit_rows: logit_rows.len(),
             cache: self.config.cache,
             prefix: Some(self.cache.prefix_shape(pages)),
-            adapters: self.adapters.iter().map(|a| a.shapes()).collect(),
+            states: EntryStates::of(self.model.geometry(), seq_count, self.cache.slot_count()),
+            adapters: self.shapes_of(&used),
             trainable: BTreeSet::new(),
         };
         let which = self.prepare(config)?;
@@ -278,6 +342,9 @@ impl Engine {
                 _ => Vec::new(),
             })
             .collect();
+        let one_slot = (seq_count == 1)
+            .then(|| state_slots.first().and_then(|&slot| u32::try_from(slot).ok()))
+            .flatten();
         let mut leaves = Vec::with_capacity(prepared.binds.len());
         for (bind, lora) in prepared.binds.iter().zip(&lora_rows) {
             leaves.push(match bind {
@@ -287,9 +354,13 @@ impl Engine {
                 Bind::Table => ints(&table),
                 Bind::LogitRows => ints(&logit_rows),
                 Bind::Cache { layer, values } => self.cache.leaf(*layer, *values),
+                Bind::State(state) => self.cache.state_leaf(*state, one_slot),
+                Bind::StateSlots => ints(&state_slots),
                 Bind::LoraRows { .. } => ints(lora),
                 Bind::Lora { slot, target, part } => {
-                    let pair = self.adapters.get(*slot).and_then(|a| a.tensors.get(target));
+                    let id = used.get(*slot).or(used.last());
+                    let attached = id.and_then(|id| self.adapters.get(id));
+                    let pair = attached.and_then(|a| a.adapter.tensors.get(target));
                     let pair = pair.ok_or_else(|| {
                         Error::new(format!("adapter slot {slot} lost its tensor `{target}`"))
                     })?;
@@ -312,9 +383,10 @@ impl Engine {
         device.run(&prepared.plan, &leaves, self.arena.as_mut(), Segment::default(), &())?;
         drop(leaves);
 
-        // Outputs: per layer keys and values, then the logits.
+        // Outputs: keys and values per layer with attention, states, then the logits.
         let mut outputs = prepared.plan.outputs.iter();
-        for layer in 0..self.model.geometry().layers {
+        let geometry = self.model.geometry();
+        for layer in 0..geometry.attention_layers.len() {
             for values in [false, true] {
                 let Some(slot) = outputs.next() else { break };
                 let row_bytes = self.cache.row_bytes(layer, values);
@@ -329,8 +401,17 @@ impl Engine {
                 }
             }
         }
+        for state in 0..geometry.states.len() {
+            let Some(slot) = outputs.next() else { break };
+            for (i, part) in parts.iter().enumerate() {
+                let to = self.cache.next_state(part.rows.seq, state);
+                // The exit states end the tensor.
+                let at = slot.range.end - (seq_count - i) * to.len();
+                self.arena.read(at..at + to.len(), to)?;
+            }
+        }
         if let (Some(slot), true) = (outputs.next(), wanted > 0) {
-            let vocab = self.model.geometry().vocab;
+            let vocab = geometry.vocab;
             let mut at = slot.range.start;
             for part in parts {
                 let n = match part.rows.want {
@@ -347,9 +428,30 @@ impl Engine {
             }
         }
         for part in parts {
-            self.cache.advance(part.rows.seq, part.rows.tokens.len());
+            self.cache.advance(part.rows.seq, part.rows.tokens, part.rows.adapter);
         }
         Ok(())
+    }
+
+    /// The adapters that some rows use, each once, in an order that depends on their shapes
+    /// first, so that adapters of the same shapes share a graph.
+    fn used_adapters(&self, parts: &[Piece<'_>]) -> Vec<AdapterId> {
+        let used: BTreeSet<AdapterId> = parts.iter().filter_map(|p| p.rows.adapter).collect();
+        let mut used: Vec<AdapterId> = used.into_iter().collect();
+        let shapes = |id: &AdapterId| self.adapters.get(id).map(|a| &a.shapes);
+        used.sort_by(|a, b| shapes(a).cmp(&shapes(b)).then(a.cmp(b)));
+        used
+    }
+
+    /// The adapter slots of a graph: a power of two of them, the last one repeated, which no row
+    /// uses.
+    fn shapes_of(&self, used: &[AdapterId]) -> Vec<Vec<LoraShape>> {
+        let mut shapes: Vec<Vec<LoraShape>> =
+            used.iter().filter_map(|id| self.adapters.get(id).map(|a| a.shapes.clone())).collect();
+        if let Some(last) = shapes.last().cloned() {
+            shapes.resize(shapes.len().next_power_of_two(), last);
+        }
+        shapes
     }
 
     /// The model's own log-probabilities, in nats: of `labels[i]` under row `i` of `logits`
@@ -421,8 +523,8 @@ impl Engine {
     }
 }
 
-/// The serving plan of a configuration: outputs are each layer's keys and values, then the
-/// logits. Also the number of graph nodes.
+/// The serving plan of a configuration: outputs are each layer's keys and values, the holders of
+/// states, then the logits. Also the number of graph nodes.
 pub(crate) fn plan_of(model: &Model, config: &NetConfig) -> Result<(Plan, usize)> {
     let mut net = Net::new(model.weights(), config);
     let hidden = model.arch().hidden(&mut net)?;
@@ -431,6 +533,7 @@ pub(crate) fn plan_of(model: &Model, config: &NetConfig) -> Result<(Plan, usize)
         n => net.logits(model.arch(), hidden, n)?.first().copied(),
     };
     let mut outputs: Vec<NodeId> = net.kv.iter().flat_map(|&(k, v)| [k, v]).collect();
+    outputs.extend(net.states.iter().map(|state| state.holder));
     outputs.extend(logits);
     let plan = graph::plan(&net.graph, &outputs, model.device().as_ref())?;
     Ok((plan, net.graph.len()))
@@ -443,6 +546,7 @@ fn bind(name: &str) -> Result<Bind> {
         "seqs" => Some(Bind::Seqs),
         "table" => Some(Bind::Table),
         "logit_rows" => Some(Bind::LogitRows),
+        "state_slots" => Some(Bind::StateSlots),
         _ => None,
     };
     if let Some(bind) = fixed {
@@ -453,6 +557,9 @@ fn bind(name: &str) -> Result<Bind> {
         let (layer, part) = rest.split_once('.').ok_or_else(odd)?;
         let layer = layer.parse().map_err(|_| odd())?;
         return Ok(Bind::Cache { layer, values: part == "v" });
+    }
+    if let Some(state) = name.strip_prefix("state.") {
+        return Ok(Bind::State(state.parse().map_err(|_| odd())?));
     }
     if let Some(rest) = name.strip_prefix("lora_rows.") {
         let (list, head) = match rest.strip_suffix(".head") {

@@ -12,6 +12,18 @@ pub enum Error {
     /// The graph, the plan or the device.
     #[error(transparent)]
     Graph(#[from] graph::Error),
+    /// The cache has no room for now: a sequence must be closed first, or the cache be larger.
+    #[error(
+        "the cache is full: {needed} more {what} are needed, {free} are free; use a larger context"
+    )]
+    Full {
+        /// What there is too little of, in the plural.
+        what: &'static str,
+        /// How many more it takes.
+        needed: usize,
+        /// How many there are.
+        free: usize,
+    },
     /// The model is of a kind Gradus does not run, or was asked for what it cannot do.
     #[error("{0}")]
     Model(String),

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::cache::PAGE;
 use crate::engine::{bucket, plan_of};
-use crate::{EngineConfig, Model, NetConfig, PrefixShape, Result};
+use crate::{EngineConfig, EntryStates, Model, NetConfig, PrefixShape, Result};
 
 /// Bytes of the arena of the graph that runs `rows` rows of one sequence, of which the last
 /// wants logits, over a full cache.
@@ -19,6 +19,7 @@ pub fn arena_bytes(model: &Model, config: &EngineConfig, rows: usize) -> Result<
         logit_rows: 1,
         cache: config.cache,
         prefix: Some(PrefixShape { pages, page: PAGE, table: pages.next_power_of_two() }),
+        states: EntryStates::of(model.geometry(), 1, config.states),
         adapters: Vec::new(),
         trainable: BTreeSet::new(),
     };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{Engine, Error, Result, Rows, SeqId, WantLogits};
+use crate::{AdapterId, Engine, Error, Result, Rows, SeqId, WantLogits};
 
 /// How to generate.
 #[derive(Clone, PartialEq, Debug)]
@@ -15,8 +15,8 @@ pub struct GenerateConfig {
     pub seed: u64,
     /// Text that ends the answer.
     pub stops: Vec<String>,
-    /// The adapter slot, if any.
-    pub adapter: Option<usize>,
+    /// The adapter, if any.
+    pub adapter: Option<AdapterId>,
 }
 
 /// Why a generation ended.

@@ -23,7 +23,7 @@ mod net;
 mod perplexity;
 mod weights;
 
-pub use adapter::{Adapter, LoraTensor};
+pub use adapter::{Adapter, AdapterId, LoraTensor};
 pub use arch::{Architecture, Geometry};
 pub use cache::{Cache, SeqId};
 pub use engine::{Engine, EngineConfig, Rows, WantLogits};
@@ -31,6 +31,6 @@ pub use error::{Error, Result};
 pub use footprint::arena_bytes;
 pub use generate::{Finish, GenerateConfig, Generated, generate};
 pub use model::{Model, thread_count};
-pub use net::{LoraShape, Net, NetConfig, PrefixShape};
+pub use net::{EntryStates, LoraShape, Net, NetConfig, PrefixShape, StateNodes};
 pub use perplexity::{Perplexity, perplexity};
 pub use weights::{TensorSource, Weight, Weights};

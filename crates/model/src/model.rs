@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use graph::{DType, Device};
 
-use crate::{Architecture, Error, Geometry, Net, NetConfig, Result, Weights, arch};
+use crate::{Architecture, EntryStates, Error, Geometry, Net, NetConfig, Result, Weights, arch};
 
 /// A model: its architecture, its weights on a device, its tokenizer and chat template.
 pub struct Model {
@@ -44,7 +44,7 @@ impl Model {
     pub fn from_gguf(file: gguf::Gguf, device: Arc<dyn Device>) -> Result<Model> {
         let path = file.path().to_path_buf();
         let (arch_name, arch) = arch::read(&file)?;
-        let names = tensor_names(&file, arch.as_ref())?;
+        let (names, plain) = tensor_names(&file, arch.as_ref())?;
         let tokenizer = text::Tokenizer::from_metadata(file.metadata())?;
         let vocab = arch.geometry().vocab;
         if tokenizer.vocab_size() > vocab {
@@ -56,7 +56,7 @@ impl Model {
         }
         let template = text::ChatTemplate::from_metadata(file.metadata(), &tokenizer)
             .map_err(|e| e.to_string());
-        let weights = Weights::load(&file, &names, device.as_ref())?;
+        let weights = Weights::load(&file, &names, &plain, device.as_ref())?;
         Ok(Model {
             path,
             arch_name,
@@ -134,13 +134,18 @@ impl Model {
         if names.is_empty() {
             return Ok(Weights::default());
         }
-        Weights::load(&gguf::Gguf::open(&self.path)?, names, device)
+        let is_plain = |name: &&String| self.weights.get(name).is_some_and(|w| !w.is_matrix());
+        let plain: BTreeSet<String> = names.iter().filter(is_plain).cloned().collect();
+        Weights::load(&gguf::Gguf::open(&self.path)?, names, &plain, device)
     }
 
     /// The names of every projection an adapter can sit on, in order.
     pub fn projections(&self) -> Vec<String> {
         let is_target = |name: &str, w: &crate::Weight| {
-            w.shape.rank() == 2 && name.ends_with(".weight") && name != "token_embd.weight"
+            w.is_matrix()
+                && w.shape.rank() == 2
+                && name.ends_with(".weight")
+                && name != "token_embd.weight"
         };
         self.weights.iter().filter(|(n, w)| is_target(n, w)).map(|(n, _)| n.to_string()).collect()
     }
@@ -148,13 +153,18 @@ impl Model {
 
 /// The tensors the architecture asks for, found by building its graph; refuses a file that has
 /// others, since leaving a tensor out would compute something else than the file's author meant.
-fn tensor_names(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Vec<String>> {
+/// Also says which of them are plain values.
+fn tensor_names(
+    file: &gguf::Gguf,
+    arch: &dyn Architecture,
+) -> Result<(Vec<String>, BTreeSet<String>)> {
     let config = NetConfig {
         rows: 1,
         seqs: 1,
         logit_rows: 1,
         cache: DType::F32,
         prefix: None,
+        states: EntryStates::Zero,
         adapters: Vec::new(),
         trainable: BTreeSet::new(),
     };
@@ -174,5 +184,5 @@ fn tensor_names(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Vec<String
             )));
         }
     }
-    Ok(net.used().iter().cloned().collect())
+    Ok((net.used().iter().cloned().collect(), net.plain().clone()))
 }

@@ -6,13 +6,16 @@
 
 use std::collections::BTreeSet;
 
-use graph::{AttentionAttrs, DType, GluKind, Graph, NodeId, Op, RopeAngles, RopeStyle, Shape};
+use graph::{
+    AttentionAttrs, DType, GatedDeltaAttrs, GluKind, Graph, NodeId, NormKind, Op, RopeAngles,
+    RopeStyle, Shape, Unary,
+};
 
 use crate::weights::TensorSource;
 use crate::{Error, Result};
 
 /// The shape of one adapter slot's tensor pair on one target.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct LoraShape {
     /// The base tensor, e.g. `blk.0.attn_q.weight`.
     pub target: String,
@@ -31,6 +34,41 @@ pub struct PrefixShape {
     pub table: usize,
 }
 
+/// Where the sequences of a graph take the state of recurrent layers from.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum EntryStates {
+    /// They all begin: the state is zero.
+    Zero,
+    /// A leaf `state.I` f32 `[S, ..]` holds one state per sequence.
+    Given,
+    /// A leaf `state.I` f32 `[slots, elements]` holds many, of which `state_slots` i32 `[S]` names
+    /// each sequence's.
+    Slots(usize),
+}
+
+impl EntryStates {
+    /// Those of a graph over a cache with so many slots: one sequence's state is bound where it
+    /// lies, those of several are gathered.
+    pub(crate) fn of(geometry: &crate::Geometry, seqs: usize, slots: usize) -> EntryStates {
+        match (geometry.states.is_empty(), seqs) {
+            (true, _) => EntryStates::Zero,
+            (false, 1) => EntryStates::Given,
+            (false, _) => EntryStates::Slots(slots),
+        }
+    }
+}
+
+/// A state of a recurrent layer, of every sequence: `[S, ..]`.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct StateNodes {
+    /// Before the rows.
+    pub entry: NodeId,
+    /// After them.
+    pub exit: NodeId,
+    /// A node whose last elements are the exit state: reading those saves copying a view.
+    pub holder: NodeId,
+}
+
 /// What a graph is built for. Equal configurations give equal graphs.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct NetConfig {
@@ -44,6 +82,8 @@ pub struct NetConfig {
     pub cache: DType,
     /// The cache that holds earlier positions, if any.
     pub prefix: Option<PrefixShape>,
+    /// What recurrent layers begin from.
+    pub states: EntryStates,
     /// Per adapter slot, what it adapts.
     pub adapters: Vec<Vec<LoraShape>>,
     /// Float tensors that are host leaves, to be trained or differentiated.
@@ -51,28 +91,33 @@ pub struct NetConfig {
 }
 
 /// A graph under construction. Leaves are named: `tokens` i32 [T], `positions` i32 [T],
-/// `seqs` i32 [S, 3], `table` i32 [S, M], `logit_rows` i32 [L], `cache.LAYER.k` and `.v`,
+/// `seqs` i32 [S, 3], `table` i32 [S, M], `logit_rows` i32 [L], `cache.I.k` and `.v` for
+/// the I-th layer with attention, `state.I` and `state_slots` (see [`EntryStates`]),
 /// `lora_rows.SLOTS` i32 [T] and `lora_rows.SLOTS.head` i32 [L] (see [`Net::lora_rows_name`]), `SLOT:TENSOR.lora_a`, `.lora_b`,
 /// `.lora_scale`, and the model's own tensor names.
 pub struct Net<'a> {
     /// The graph so far.
     pub graph: Graph,
-    /// Per layer, the keys `[T, Hkv, D]` and values `[T, Hkv, Dv]` of the rows, in the cache's
+    /// Per layer with attention, the keys `[T, Hkv, D]` and values `[T, Hkv, Dv]` of the rows, in the cache's
     /// dtype: what the engine appends to the cache.
     pub kv: Vec<(NodeId, NodeId)>,
+    /// The states of recurrent layers, as [`crate::Geometry::states`] lists them.
+    pub states: Vec<StateNodes>,
     config: &'a NetConfig,
     tensors: &'a dyn TensorSource,
     layer: Option<u32>,
     /// Inside the head: which of the logit rows are being computed.
     head: Option<(usize, usize)>,
     used: BTreeSet<String>,
+    plain: BTreeSet<String>,
 }
 
 impl<'a> Net<'a> {
     /// An empty graph over these tensors.
     pub fn new(tensors: &'a dyn TensorSource, config: &'a NetConfig) -> Net<'a> {
-        let (graph, kv, used) = (Graph::new(), Vec::new(), BTreeSet::new());
-        Net { graph, kv, config, tensors, layer: None, head: None, used }
+        let (used, plain) = (BTreeSet::new(), BTreeSet::new());
+        let (graph, kv, states) = (Graph::new(), Vec::new(), Vec::new());
+        Net { graph, kv, states, config, tensors, layer: None, head: None, used, plain }
     }
 
     /// What it is built for.
@@ -83,6 +128,11 @@ impl<'a> Net<'a> {
     /// The names of the tensors asked for so far.
     pub fn used(&self) -> &BTreeSet<String> {
         &self.used
+    }
+
+    /// Those of them that are no matrices to multiply by: their leaves are plain f32 values.
+    pub fn plain(&self) -> &BTreeSet<String> {
+        &self.plain
     }
 
     /// Nodes from here on belong to this layer.
@@ -104,6 +154,19 @@ impl<'a> Net<'a> {
 
     /// A tensor of the model, of exactly this shape.
     fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<NodeId> {
+        let (shape, dtype) = self.find(name, dims)?;
+        if shape.rank() == 1 {
+            return self.plain_leaf(name, shape);
+        }
+        if self.config.trainable.contains(name) && dtype.is_float() {
+            return Ok(self.graph.leaf(name, shape, DType::F32)?);
+        }
+        // A quantized tensor to be trained stays the weight it is: differentiating it is refused
+        // by name.
+        Ok(self.graph.weight(name, shape, dtype)?)
+    }
+
+    fn find(&mut self, name: &str, dims: &[usize]) -> Result<(Shape, DType)> {
         let (shape, dtype) = self.tensors.tensor(name).ok_or_else(|| {
             Error::new(format!("tensor `{name}` is missing; the architecture needs it as {dims:?}"))
         })?;
@@ -113,17 +176,21 @@ impl<'a> Net<'a> {
             )));
         }
         self.used.insert(name.to_string());
-        if self.config.trainable.contains(name) {
-            if !dtype.is_float() {
-                // Kept as the quantized weight it is: differentiating it is refused by name.
-                return Ok(self.graph.weight(name, shape, dtype)?);
-            }
-            return Ok(self.graph.leaf(name, shape, DType::F32)?);
-        }
-        Ok(match shape.rank() {
-            1 => self.graph.leaf(name, shape, DType::F32)?,
-            _ => self.graph.weight(name, shape, dtype)?,
-        })
+        Ok((shape, dtype))
+    }
+
+    fn plain_leaf(&mut self, name: &str, shape: Shape) -> Result<NodeId> {
+        self.plain.insert(name.to_string());
+        Ok(self.graph.leaf(name, shape, DType::F32)?)
+    }
+
+    /// A tensor of the model that is no matrix to multiply by, as f32 values.
+    ///
+    /// # Errors
+    /// When the tensor is missing or of another shape.
+    pub fn values(&mut self, name: &str, dims: &[usize]) -> Result<NodeId> {
+        let (shape, _) = self.find(name, dims)?;
+        self.plain_leaf(name, shape)
     }
 
     fn input(&mut self, name: &str, dims: &[usize]) -> Result<NodeId> {
@@ -216,6 +283,15 @@ impl<'a> Net<'a> {
         Ok(self.graph.reshape(x, &[rows, heads, width])?)
     }
 
+    /// `[T, heads, width]` as `[T, heads * width]`.
+    ///
+    /// # Errors
+    /// When it has fewer dimensions.
+    pub fn flat(&mut self, x: NodeId) -> Result<NodeId> {
+        let shape = self.graph.node(x).shape;
+        Ok(self.graph.reshape(x, &[shape.dim(0), shape.dim(1) * shape.dim(2)])?)
+    }
+
     /// Rotary embedding of `[T, H, D]` by the rows' positions. `factors` names a tensor of
     /// `dims/2` frequency factors.
     ///
@@ -255,7 +331,7 @@ impl<'a> Net<'a> {
         window: Option<u32>,
     ) -> Result<NodeId> {
         let config = self.config;
-        let layer = self.kv.len();
+        let pool = self.kv.len();
         let k_seen = self.graph.round(k, config.cache)?;
         let v_seen = self.graph.round(v, config.cache)?;
         let k_kept = self.graph.cast(k, config.cache)?;
@@ -268,17 +344,115 @@ impl<'a> Net<'a> {
             for (part, of) in [("k", k), ("v", v)] {
                 let shape = self.graph.node(of).shape;
                 let dims = [prefix.pages, prefix.page, shape.dim(1), shape.dim(2)];
-                let name = format!("cache.{layer}.{part}");
+                let name = format!("cache.{pool}.{part}");
                 args.push(self.graph.leaf(&name, Shape::new(&dims)?, config.cache)?);
             }
             args.push(self.input("table", &[config.seqs, prefix.table])?);
         }
         let prefix = config.prefix.is_some();
         let attrs = AttentionAttrs { window, prefix, ..AttentionAttrs::new(scale) };
-        let name = format!("blk.{layer}.attn");
+        let name = self.name("attn");
         let out = self.graph.push(Op::Attention(attrs), &args, &name)?;
-        let shape = self.graph.node(out).shape;
-        Ok(self.graph.reshape(out, &[shape.dim(0), shape.dim(1) * shape.dim(2)])?)
+        self.flat(out)
+    }
+
+    /// The name of a part of the layer that is being built.
+    fn name(&self, part: &str) -> String {
+        match self.layer {
+            Some(layer) => format!("blk.{layer}.{part}"),
+            None => part.to_string(),
+        }
+    }
+
+    /// A state as the sequences have it before the rows: `[S, dims..]`.
+    fn entry_state(&mut self, dims: &[usize]) -> Result<NodeId> {
+        let (config, name) = (self.config, format!("state.{}", self.states.len()));
+        let elements = Shape::new(dims)?.elements();
+        let all = [&[config.seqs], dims].concat();
+        match config.states {
+            EntryStates::Zero => Ok(self.graph.fill(0.0, Shape::new(&all)?)?),
+            EntryStates::Given => Ok(self.graph.leaf(&name, Shape::new(&all)?, DType::F32)?),
+            EntryStates::Slots(slots) => {
+                let shape = Shape::new(&[slots, elements])?;
+                let pool = self.graph.leaf(&name, shape, DType::F32)?;
+                let ids = self.input("state_slots", &[config.seqs])?;
+                let entry = self.graph.gather(pool, ids, &name)?;
+                Ok(self.graph.reshape(entry, &all)?)
+            }
+        }
+    }
+
+    /// Causal convolution of each channel of x `[T, C]` with `name.weight [C, taps]`, which keeps
+    /// the last `taps - 1` rows of each sequence as a state.
+    ///
+    /// # Errors
+    /// When the tensor is missing or of another shape.
+    pub fn convolution(&mut self, x: NodeId, name: &str, taps: usize) -> Result<NodeId> {
+        let channels = self.graph.node(x).shape.cols();
+        let name = format!("{name}.weight");
+        let w = self.values(&name, &[channels, taps])?;
+        let entry = self.entry_state(&[taps.saturating_sub(1), channels])?;
+        let seqs = self.input("seqs", &[self.config.seqs, 3])?;
+        let y = self.graph.ssm_conv(x, w, entry, seqs, &name)?;
+        let exit = self.graph.ssm_conv_state(x, entry, seqs, &name)?;
+        self.states.push(StateNodes { entry, exit, holder: exit });
+        Ok(y)
+    }
+
+    /// The gated delta rule over q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, the log decays g and the
+    /// write strengths beta `[T, Hv]`, which keeps a matrix per head as a state: `[T, Hv, Dv]`.
+    ///
+    /// # Errors
+    /// When the widths do not match.
+    pub fn gated_delta(
+        &mut self,
+        attrs: GatedDeltaAttrs,
+        [q, k, v, g, beta]: [NodeId; 5],
+    ) -> Result<NodeId> {
+        let (keys, values) = (self.graph.node(k).shape, self.graph.node(v).shape);
+        let entry = self.entry_state(&[values.dim(1), keys.dim(2), values.dim(2)])?;
+        let seqs = self.input("seqs", &[self.config.seqs, 3])?;
+        let name = self.name("delta_net");
+        let operands = [q, k, v, g, beta, entry, seqs];
+        let (y, exit) = self.graph.gated_delta_rule(attrs, operands, &name)?;
+        let holder = self.graph.push(Op::GatedDeltaRule(attrs), &operands, &name)?;
+        self.states.push(StateNodes { entry, exit, holder });
+        Ok(y)
+    }
+
+    /// `x * rsqrt(sum x^2 + eps)` along the last dimension.
+    ///
+    /// # Errors
+    /// When `eps` is not positive.
+    pub fn l2_norm(&mut self, x: NodeId, eps: f32) -> Result<NodeId> {
+        let name = self.graph.node(x).name.clone();
+        let op = Op::Norm { kind: NormKind::L2Add, eps: eps.into() };
+        Ok(self.graph.push(op, &[x], &name)?)
+    }
+
+    /// An elementwise function.
+    ///
+    /// # Errors
+    /// When `x` is not float.
+    pub fn unary(&mut self, f: Unary, x: NodeId) -> Result<NodeId> {
+        Ok(self.graph.unary(f, x)?)
+    }
+
+    /// `a * b`.
+    ///
+    /// # Errors
+    /// When the shapes do not broadcast.
+    pub fn mul(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
+        Ok(self.graph.mul(a, b)?)
+    }
+
+    /// `len` entries of the last dimension from `start`.
+    ///
+    /// # Errors
+    /// When there are not so many.
+    pub fn columns(&mut self, x: NodeId, start: usize, len: usize) -> Result<NodeId> {
+        let last = self.graph.node(x).shape.rank().saturating_sub(1);
+        Ok(self.graph.slice(x, last, start, len)?)
     }
 
     /// `act(gate) * up`.

@@ -1,6 +1,6 @@
 //! Perplexity of a text, as llama.cpp's `llama-perplexity` measures it.
 
-use crate::{Engine, Error, Result, Rows, WantLogits};
+use crate::{AdapterId, Engine, Error, Result, Rows, WantLogits};
 
 /// What a text is worth to a model.
 #[derive(Copy, Clone, PartialEq, Debug)]
@@ -32,7 +32,7 @@ pub fn perplexity(
     tokens: &[u32],
     ctx: usize,
     bos: Option<u32>,
-    adapter: Option<usize>,
+    adapter: Option<AdapterId>,
     on: &mut dyn FnMut(usize, usize, f64) -> bool,
 ) -> Result<Perplexity> {
     let vocab = engine.model().geometry().vocab;

@@ -1,6 +1,6 @@
 //! The weights of a model as a device holds them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use graph::{DType, Device, HostTensor, Leaf, Resident, Shape};
@@ -17,7 +17,7 @@ pub struct Weight {
 }
 
 enum Storage {
-    /// Vectors: norms, biases, frequency factors.
+    /// Vectors and taps: norms, biases, frequency factors, short convolutions.
     Host(Vec<f32>),
     /// Matrices, packed by the device.
     Resident(Arc<dyn Resident>),
@@ -30,6 +30,11 @@ impl Weight {
             Storage::Host(values) => Leaf::Host(bytemuck::cast_slice(values)),
             Storage::Resident(weight) => Leaf::Resident(weight.as_ref()),
         }
+    }
+
+    /// True for a matrix that rows are multiplied by; others are plain f32 values.
+    pub fn is_matrix(&self) -> bool {
+        matches!(self.storage, Storage::Resident(_))
     }
 
     /// Bytes of memory it takes.
@@ -69,12 +74,17 @@ impl TensorSource for gguf::Gguf {
 }
 
 impl Weights {
-    /// Loads the named tensors: vectors as f32 in host memory, matrices packed by the device,
-    /// several at a time.
+    /// Loads the named tensors: those of `plain` as f32 in host memory, the others, matrices,
+    /// packed by the device, several at a time.
     ///
     /// # Errors
     /// When a tensor is missing, cannot be read, or does not fit in memory.
-    pub fn load(file: &gguf::Gguf, names: &[String], device: &dyn Device) -> Result<Weights> {
+    pub fn load(
+        file: &gguf::Gguf,
+        names: &[String],
+        plain: &BTreeSet<String>,
+        device: &dyn Device,
+    ) -> Result<Weights> {
         let next = std::sync::atomic::AtomicUsize::new(0);
         let workers = crate::thread_count().min(names.len()).max(1);
         let work = || -> Result<Vec<(String, Weight)>> {
@@ -82,7 +92,7 @@ impl Weights {
             loop {
                 let i = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 let Some(name) = names.get(i) else { return Ok(out) };
-                out.push((name.clone(), load_one(file, name, device)?));
+                out.push((name.clone(), load_one(file, name, plain.contains(name), device)?));
             }
         };
         let mut tensors = BTreeMap::new();
@@ -119,10 +129,10 @@ impl Weights {
     }
 }
 
-fn load_one(file: &gguf::Gguf, name: &str, device: &dyn Device) -> Result<Weight> {
+fn load_one(file: &gguf::Gguf, name: &str, plain: bool, device: &dyn Device) -> Result<Weight> {
     let tensor = file.require(name)?;
     let shape = Shape::new(&tensor.info.shape)?;
-    if shape.rank() == 1 {
+    if plain {
         let storage = Storage::Host(tensor.to_f32()?);
         return Ok(Weight { shape, dtype: DType::F32, storage });
     }

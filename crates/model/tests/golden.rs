@@ -7,7 +7,7 @@ use graph::{DType, Device};
 use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
 use testkit::{Golden, fixture, relative_l2};
 
-const ARCHITECTURES: [&str; 3] = ["gemma3", "llama", "qwen2"];
+const ARCHITECTURES: [&str; 4] = ["gemma3", "llama", "qwen2", "qwen3_5"];
 
 fn families() -> impl Iterator<Item = cpu::Family> {
     let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
@@ -18,18 +18,17 @@ fn families() -> impl Iterator<Item = cpu::Family> {
 fn worst(arch: &str, device: Arc<dyn Device>, with_adapter: bool) -> f64 {
     let model = Arc::new(Model::load(&fixture(arch, "model.gguf"), device).unwrap());
     let golden = Golden::read(&fixture(arch, "golden.safetensors")).unwrap();
-    let adapters = match with_adapter {
-        true => vec![Arc::new(Adapter::read(&fixture(arch, "adapter.gguf"), &model).unwrap())],
-        false => Vec::new(),
-    };
-    let config = EngineConfig { cache: DType::F32, positions: 256, batch: 64 };
-    let mut engine = Engine::new(model, config, adapters).unwrap();
+    let config = EngineConfig { cache: DType::F32, positions: 256, batch: 64, states: 2 };
+    let mut engine = Engine::new(model.clone(), config).unwrap();
+    let adapter = with_adapter.then(|| {
+        let adapter = Adapter::read(&fixture(arch, "adapter.gguf"), &model).unwrap();
+        engine.attach(Arc::new(adapter))
+    });
     let mut worst = 0.0f64;
     for i in 0..2 {
         let tokens = golden.get(&format!("tokens.{i}")).unwrap();
         let tokens: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
         let seq = engine.cache().open();
-        let adapter = with_adapter.then_some(0);
         let rows = Rows { seq, tokens: &tokens, adapter, want: WantLogits::All };
         let logits = engine.forward(&[rows]).unwrap();
         engine.cache().close(seq);

@@ -47,8 +47,8 @@ fn prompt(seed: u64, n: usize) -> Vec<u32> {
 }
 
 fn engine(model: &Arc<Model>, cache: DType) -> Engine {
-    let config = EngineConfig { cache, positions: 4096, batch: 512 };
-    Engine::new(model.clone(), config, Vec::new()).unwrap()
+    let config = EngineConfig { cache, positions: 4096, batch: 512, ..EngineConfig::default() };
+    Engine::new(model.clone(), config).unwrap()
 }
 
 /// The bits of all logits of a prompt that is fed in chunks, beside other sequences.
@@ -118,9 +118,12 @@ fn in_every_format() {
 #[test]
 fn with_every_cache_and_architecture() {
     let q8 = DType::Block(TensorType::Q8_0);
-    for (arch, ty) in
-        [("llama", TensorType::Q4_1), ("gemma3", TensorType::Q4K), ("qwen2", TensorType::Q5_0)]
-    {
+    for (arch, ty) in [
+        ("llama", TensorType::Q4_1),
+        ("gemma3", TensorType::Q4K),
+        ("qwen2", TensorType::Q5_0),
+        ("qwen35", TensorType::Q6K),
+    ] {
         for cache in [DType::F32, DType::F16, q8] {
             for family in families() {
                 check(arch, ty, family, cache, &[1, 7, 64]);

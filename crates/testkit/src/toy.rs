@@ -9,7 +9,7 @@ use crate::{Random, fixture};
 /// A random model: 2 layers, width 256 (so that every block format fits its rows).
 #[derive(Clone, Debug)]
 pub struct Toy {
-    /// `llama`, `qwen2` or `gemma3`.
+    /// `llama`, `qwen2`, `gemma3` or `qwen35` (a delta net, then attention).
     pub arch: &'static str,
     /// Format of every matrix.
     pub ty: TensorType,
@@ -24,6 +24,9 @@ pub struct Toy {
 const WIDTH: usize = 256;
 const FFN: usize = 512;
 const LAYERS: usize = 2;
+/// Of delta nets: taps of the convolution, and the width of keys.
+const TAPS: usize = 4;
+const STATE: usize = 32;
 
 impl Toy {
     /// A llama of 4 query and 2 key heads.
@@ -57,6 +60,12 @@ impl Toy {
             ("attention.value_length", head),
             ("attention.sliding_window", 40),
             ("attention.sliding_window_pattern", 2),
+            ("full_attention_interval", 2),
+            ("ssm.conv_kernel", TAPS),
+            ("ssm.state_size", STATE),
+            ("ssm.group_count", self.kv_heads),
+            ("ssm.time_step_rank", self.heads),
+            ("ssm.inner_size", WIDTH),
         ] {
             metadata.insert(format!("{arch}.{key}"), Value::U32(value as u32));
         }
@@ -70,30 +79,59 @@ impl Toy {
             TensorInfo::new(name, self.ty, shape).map(|info| tensors.push((info, bytes.into())))
         };
         let kv = self.kv_heads * head;
+        let channels = 2 * self.kv_heads * STATE + WIDTH;
         matrix("token_embd.weight".into(), &[vocab, WIDTH], &mut random)?;
         for l in 0..LAYERS {
-            for (name, out, width) in [
-                ("attn_q", WIDTH, WIDTH),
-                ("attn_k", kv, WIDTH),
-                ("attn_v", kv, WIDTH),
-                ("attn_output", WIDTH, WIDTH),
-                ("ffn_gate", FFN, WIDTH),
-                ("ffn_up", FFN, WIDTH),
-                ("ffn_down", WIDTH, FFN),
-            ] {
+            let hybrid = arch == "qwen35";
+            let mixer = match l {
+                0 if hybrid => vec![
+                    ("attn_qkv", channels, WIDTH),
+                    ("attn_gate", WIDTH, WIDTH),
+                    ("ssm_beta", self.heads, WIDTH),
+                    ("ssm_alpha", self.heads, WIDTH),
+                    ("ssm_out", WIDTH, WIDTH),
+                ],
+                _ => vec![
+                    ("attn_q", if hybrid { 2 * WIDTH } else { WIDTH }, WIDTH),
+                    ("attn_k", kv, WIDTH),
+                    ("attn_v", kv, WIDTH),
+                    ("attn_output", WIDTH, WIDTH),
+                ],
+            };
+            let ffn = [("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)];
+            for (name, out, width) in mixer.into_iter().chain(ffn) {
                 matrix(format!("blk.{l}.{name}.weight"), &[out, width], &mut random)?;
             }
         }
-        let mut vector = |name: String, width: usize, random: &mut Random, mean: f32| {
-            let values = (0..width).map(|_| mean + 0.1 * random.normal());
+        let mut floats = |name: String, shape: &[usize], random: &mut Random, mean: f32| {
+            let values = (0..shape.iter().product()).map(|_| mean + 0.1 * random.normal());
             let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
-            TensorInfo::new(name, TensorType::F32, &[width])
+            TensorInfo::new(name, TensorType::F32, shape)
                 .map(|info| tensors.push((info, bytes.into())))
+        };
+        if arch == "qwen35" {
+            floats("blk.0.ssm_conv1d.weight".into(), &[channels, TAPS], &mut random, 0.2)?;
+        }
+        let mut vector = |name: String, width: usize, random: &mut Random, mean: f32| {
+            floats(name, &[width], random, mean)
         };
         vector("output_norm.weight".into(), WIDTH, &mut random, 1.0)?;
         for l in 0..LAYERS {
             vector(format!("blk.{l}.attn_norm.weight"), WIDTH, &mut random, 1.0)?;
-            vector(format!("blk.{l}.ffn_norm.weight"), WIDTH, &mut random, 1.0)?;
+            if arch == "qwen35" {
+                vector(format!("blk.{l}.post_attention_norm.weight"), WIDTH, &mut random, 1.0)?;
+            } else {
+                vector(format!("blk.{l}.ffn_norm.weight"), WIDTH, &mut random, 1.0)?;
+            }
+            if arch == "qwen35" && l == 0 {
+                vector("blk.0.ssm_a".into(), self.heads, &mut random, -0.3)?;
+                vector("blk.0.ssm_dt.bias".into(), self.heads, &mut random, -1.0)?;
+                vector("blk.0.ssm_norm.weight".into(), head, &mut random, 1.0)?;
+            }
+            if arch == "qwen35" && l > 0 {
+                vector(format!("blk.{l}.attn_q_norm.weight"), head, &mut random, 1.0)?;
+                vector(format!("blk.{l}.attn_k_norm.weight"), head, &mut random, 1.0)?;
+            }
             if arch == "gemma3" {
                 vector(format!("blk.{l}.post_attention_norm.weight"), WIDTH, &mut random, 1.0)?;
                 vector(format!("blk.{l}.post_ffw_norm.weight"), WIDTH, &mut random, 1.0)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use graph::{
     DType, Device, Leaf, NodeId, Placed, Policy, Position, Recompute, Shape, Stop, Workspace,
 };
-use model::{Adapter, Model, Net, NetConfig, Weights};
+use model::{Adapter, EntryStates, Model, Net, NetConfig, Weights};
 
 use crate::{Error, Example, Result, Window};
 
@@ -425,6 +425,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             logit_rows,
             cache: self.config.cache,
             prefix: None,
+            states: EntryStates::Zero,
             adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
             trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
         };
@@ -522,7 +523,7 @@ impl Parameters {
 pub fn loss_of(
     engine: &mut model::Engine,
     examples: &[Example],
-    adapter: Option<usize>,
+    adapter: Option<model::AdapterId>,
 ) -> Result<f64> {
     let (mut sum, mut total) = (0.0, 0.0);
     for example in examples {

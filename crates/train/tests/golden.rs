@@ -8,7 +8,11 @@ use model::{Adapter, Model};
 use testkit::{Golden, fixture, relative_l2};
 use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window};
 
-const ARCHITECTURES: [&str; 3] = ["gemma3", "llama", "qwen2"];
+/// Each with the relative errors that the reference and the CPU are allowed. `qwen3_5` is
+/// ill-conditioned: rounding the model's constants to f32 moves its gradients by 3e-6, and f32
+/// arithmetic by 4e-5 (transformers' own f32 logits are as far from its f64 ones).
+const ARCHITECTURES: [(&str, f64, f64); 4] =
+    [("gemma3", 1e-6, 2e-5), ("llama", 1e-6, 2e-5), ("qwen2", 1e-6, 2e-5), ("qwen3_5", 1e-5, 1e-4)];
 
 fn families() -> impl Iterator<Item = cpu::Family> {
     let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
@@ -86,26 +90,26 @@ fn base_error(arch: &str, device: Arc<dyn Device>) -> f64 {
 /// Golden values are f64 or f32; the reference gives its results as f32.
 #[test]
 fn the_reference_gives_the_golden_gradients() {
-    for arch in ARCHITECTURES {
+    for (arch, bound, _) in ARCHITECTURES {
         let device = || Arc::new(reference::Reference);
         let error = adapter_error(arch, device(), Recompute::None);
-        assert!(error < 1e-6, "{arch}, adapter: {error:e}");
+        assert!(error < bound, "{arch}, adapter: {error:e}");
         let error = base_error(arch, device());
-        assert!(error < 1e-6, "{arch}, base: {error:e}");
+        assert!(error < bound, "{arch}, base: {error:e}");
     }
 }
 
 #[test]
 fn every_cpu_family_gives_the_golden_gradients() {
     for family in families() {
-        for arch in ARCHITECTURES {
+        for (arch, _, bound) in ARCHITECTURES {
             let device = || Arc::new(cpu::Cpu::new(2, Some(family)).unwrap());
             for recompute in [Recompute::None, Recompute::PerLayer] {
                 let error = adapter_error(arch, device(), recompute);
-                assert!(error < 2e-5, "{family:?}, {arch}, adapter, {recompute:?}: {error:e}");
+                assert!(error < bound, "{family:?}, {arch}, adapter, {recompute:?}: {error:e}");
             }
             let error = base_error(arch, device());
-            assert!(error < 2e-5, "{family:?}, {arch}, base: {error:e}");
+            assert!(error < bound, "{family:?}, {arch}, base: {error:e}");
         }
     }
 }

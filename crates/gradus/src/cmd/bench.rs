@@ -105,7 +105,7 @@ fn serve(args: &Args) -> Result<()> {
             context.saturating_sub(SHORT)
         )));
     }
-    let mut engine = engine(&model, args.cache_type, positions, Vec::new())?;
+    let (mut engine, _) = engine(&model, args.cache_type, positions, None)?;
     let prompt = tokens(&model, args.prompt, 1);
     let short = tokens(&model, SHORT, 1);
     let mut first_token_ms = 0.0;

@@ -61,13 +61,13 @@ pub fn run(args: &Args) -> Result<()> {
         Some(ctx) => check_context(ctx, &model)?,
         None => model.geometry().context.min(CONTEXT),
     };
-    let (adapters, adapter) = args.adapter.read(&model)?;
-    let mut engine = engine(&model, args.cache_type, ctx, adapters)?;
+    let adapter = args.adapter.read(&model)?;
+    let (mut engine, adapter) = engine(&model, args.cache_type, ctx, adapter)?;
     let config = args.sampler.config(adapter);
     let begin = || -> Vec<Message> {
         args.system.iter().map(|system| Message::new("system", system)).collect()
     };
-    let mut conversation = Held { seq: engine.cache().open(), tokens: Vec::new() };
+    let seq = engine.cache().open();
     let mut messages = begin();
     let interrupt = Interrupt::listen();
     let terminal = std::io::stdin().is_terminal();
@@ -103,12 +103,12 @@ pub fn run(args: &Args) -> Result<()> {
             ));
             continue;
         }
-        let new = conversation.keep(&mut engine, &ids);
+        let new = keep(&mut engine, seq, &ids);
         let fed = ids.get(new..).unwrap_or(&ids);
         let mut config = config.clone();
         config.max_tokens = room(config.max_tokens, ctx, ids.len())?;
         let mut closed = Ok(());
-        let answer = generate(&mut engine, conversation.seq, fed, &config, &mut |text| {
+        let answer = generate(&mut engine, seq, fed, &config, &mut |text| {
             closed = print(text);
             closed.is_ok() && !interrupt.asked()
         });
@@ -118,30 +118,16 @@ pub fn run(args: &Args) -> Result<()> {
         if terminal {
             note(&speed(&answer, fed.len()));
         }
-        conversation.tokens = ids;
-        conversation.tokens.extend(&answer.tokens);
-        // The last token was sampled and not fed.
-        conversation.tokens.truncate(engine.cache().len(conversation.seq));
         messages.push(Message::new("assistant", &answer.text));
     }
 }
 
-/// What is in the cache.
-struct Held {
-    seq: SeqId,
-    tokens: Vec<u32>,
-}
-
-impl Held {
-    /// Cuts the cache back to what it has in common with `ids`, and gives how many of them need
-    /// not be fed: never all, since the last one's logits are wanted.
-    fn keep(&mut self, engine: &mut Engine, ids: &[u32]) -> usize {
-        let common = self.tokens.iter().zip(ids).take_while(|(a, b)| a == b).count();
-        let common = common.min(ids.len().saturating_sub(1));
-        engine.cache().truncate(self.seq, common);
-        self.tokens.truncate(common);
-        common
-    }
+/// Cuts a sequence back to what it has in common with `ids`, and gives how many of them need not
+/// be fed: never all, since the last one's logits are wanted.
+fn keep(engine: &mut Engine, seq: SeqId, ids: &[u32]) -> usize {
+    let held = engine.cache().tokens(seq);
+    let common = held.iter().zip(ids).take_while(|(a, b)| a == b).count();
+    engine.cache().truncate(seq, common.min(ids.len().saturating_sub(1)))
 }
 
 /// The next line, or `None` at the end of input.

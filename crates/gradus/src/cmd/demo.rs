@@ -115,7 +115,7 @@ pub fn run(args: &Args) -> Result<()> {
     ran.outcome.adapter.write(&file, &model)?;
 
     line("\n== After: questions it was not trained on, with the adapter as it is in the file")?;
-    let adapter = Arc::new(Adapter::read(&file, &model)?);
+    let adapter = Adapter::read(&file, &model)?;
     let (right, after) = examine(&model, &template, Some(adapter), &facts)?;
     line(&format!("{right} of {} answered word for word", facts.len()))?;
 
@@ -184,18 +184,17 @@ impl Speed {
 fn examine(
     model: &Arc<Model>,
     template: &ChatTemplate,
-    adapter: Option<Arc<Adapter>>,
+    adapter: Option<Adapter>,
     facts: &[Fact],
 ) -> Result<(usize, Speed)> {
-    let slot = adapter.as_ref().map(|_| 0);
     let positions = model.geometry().context.min(512);
-    let mut engine = engine(model, CacheType::F16, positions, adapter.into_iter().collect())?;
+    let (mut engine, adapter) = engine(model, CacheType::F16, positions, adapter)?;
     let config = GenerateConfig {
         max_tokens: 48,
         sampler: SamplerConfig::greedy(),
         seed: 0,
         stops: Vec::new(),
-        adapter: slot,
+        adapter,
     };
     let (mut right, mut speed) = (0, Speed::default());
     for (i, fact) in facts.iter().enumerate() {
@@ -210,7 +209,7 @@ fn examine(
         speed.tokens += answer.tokens.len().saturating_sub(1);
         speed.time += answer.rest;
         if show {
-            line(if slot.is_none() {
+            line(if adapter.is_none() {
                 ""
             } else if good {
                 "   [right]"

@@ -90,9 +90,9 @@ pub fn run(args: &Args) -> Result<()> {
 fn logits(args: &Common) -> Result<BTreeMap<String, Array>> {
     let sequences = read_sequences(&args.tokens)?;
     let model = args.model.load()?;
-    let (adapters, adapter) = args.adapter.read(&model)?;
     let longest = sequences.iter().map(|s| s.tokens.len()).max().unwrap_or(0);
-    let mut engine = engine(&model, args.cache_type, longest, adapters)?;
+    let adapter = args.adapter.read(&model)?;
+    let (mut engine, adapter) = engine(&model, args.cache_type, longest, adapter)?;
     let vocab = model.geometry().vocab;
     let mut arrays = BTreeMap::new();
     for (i, Sequence { tokens, .. }) in sequences.iter().enumerate() {
@@ -120,9 +120,8 @@ fn grads(args: &Common, wrt: &[String], recompute: bool) -> Result<BTreeMap<Stri
         return Err(Error::invalid(format!("{file}: no label says what to predict")));
     }
     let model = args.model.load()?;
-    let (mut adapters, _) = args.adapter.read(&model)?;
     let parameters = Parameters {
-        adapter: adapters.pop().map(std::sync::Arc::unwrap_or_clone),
+        adapter: args.adapter.read(&model)?,
         weights: wrt.iter().map(|name| values(&model, name)).collect::<Result<_>>()?,
     };
     let rows = examples.iter().map(|e| e.tokens.len().saturating_sub(1)).max().unwrap_or(0);

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use gguf::{Array, Gguf, Value};
 use graph::Recompute;
-use model::{Adapter, Cache, EngineConfig, Model};
+use model::{Adapter, Cache, Model};
 use serde_json::json;
 use train::{Gradients, GraphConfig, Parameters};
 
 use crate::error::Result;
-use crate::options::{BATCH, CONTEXT, CacheType, DeviceArgs, check_context};
+use crate::options::{BATCH, CONTEXT, CacheType, DeviceArgs, check_context, engine_config};
 use crate::output::{bytes, count, json, line};
 
 /// Show what is in a model file, what it takes to run, and what of it can be trained
@@ -106,8 +106,8 @@ fn serving(model: &Model, args: &Args) -> Result<Serving> {
         None => model.geometry().context.min(CONTEXT),
     };
     let dtype = args.cache_type.dtype();
-    let cache = Cache::bytes_for(model.geometry(), dtype, ctx);
-    let config = EngineConfig { cache: dtype, positions: ctx, batch: BATCH };
+    let config = engine_config(args.cache_type, ctx);
+    let cache = Cache::bytes_for(model.geometry(), dtype, ctx, config.states);
     let arena = |rows| Ok((rows, model::arena_bytes(model, &config, rows)?));
     Ok(Serving {
         ctx,

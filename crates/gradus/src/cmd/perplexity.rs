@@ -49,8 +49,8 @@ pub fn run(args: &Args) -> Result<()> {
     let ctx = check_context(args.ctx, &model)?;
     let tokenizer = model.tokenizer();
     let tokens = tokenizer.encode(&document, text::Encode::DOCUMENT)?;
-    let (adapters, adapter) = args.adapter.read(&model)?;
-    let mut engine = engine(&model, args.cache_type, ctx, adapters)?;
+    let adapter = args.adapter.read(&model)?;
+    let (mut engine, adapter) = engine(&model, args.cache_type, ctx, adapter)?;
     let interrupt = Interrupt::listen();
     let mut progress = Progress::new("window", Unit::Items, (tokens.len() / ctx) as u64);
     let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());

@@ -81,8 +81,8 @@ pub fn run(args: &Args) -> Result<()> {
         Some(ctx) => check_context(ctx, &model)?,
         None => model.geometry().context.min(ids.len() + args.sampler.max_tokens),
     };
-    let (adapters, adapter) = args.adapter.read(&model)?;
-    let mut engine = engine(&model, args.cache_type, positions, adapters)?;
+    let adapter = args.adapter.read(&model)?;
+    let (mut engine, adapter) = engine(&model, args.cache_type, positions, adapter)?;
     let seq = engine.cache().open();
     let interrupt = Interrupt::listen();
     let mut config = args.sampler.config(adapter);

@@ -4,9 +4,10 @@
 mod gemma3;
 mod llama;
 mod qwen2;
+mod qwen35;
 
 use gguf::Metadata;
-use graph::NodeId;
+use graph::{NodeId, Shape};
 
 use crate::{Error, Net, Result};
 
@@ -27,6 +28,11 @@ pub struct Geometry {
     pub key_width: usize,
     /// Width of a value head.
     pub value_width: usize,
+    /// Layers that keep keys and values, ascending.
+    pub attention_layers: Vec<usize>,
+    /// What a sequence keeps beside keys and values, f32, in the order in which the graph asks
+    /// for it (see [`Net::states`]); empty for models without recurrent layers.
+    pub states: Vec<Shape>,
 }
 
 /// A model family with the hyper-parameters of one file.
@@ -50,8 +56,12 @@ pub trait Architecture: Send + Sync {
 type Read = fn(&Metadata, vocab: usize) -> Result<Box<dyn Architecture>>;
 
 /// Every architecture, under its name in `general.architecture`.
-pub const ARCHITECTURES: &[(&str, Read)] =
-    &[("gemma3", gemma3::read), ("llama", llama::read), ("qwen2", qwen2::read)];
+pub const ARCHITECTURES: &[(&str, Read)] = &[
+    ("gemma3", gemma3::read),
+    ("llama", llama::read),
+    ("qwen2", qwen2::read),
+    ("qwen35", qwen35::read),
+];
 
 /// The architecture of a file.
 ///
@@ -81,6 +91,9 @@ pub(crate) struct Hyper<'a> {
 
 /// Far above any model there is; keeps products of hyper-parameters from overflowing.
 const MOST: usize = 1 << 24;
+
+/// As far above any model's number of layers; each is built.
+const MOST_LAYERS: usize = 1024;
 
 impl<'a> Hyper<'a> {
     pub(crate) fn new(metadata: &'a Metadata, arch: &'a str) -> Hyper<'a> {
@@ -159,6 +172,17 @@ impl<'a> Hyper<'a> {
         }
     }
 
+    /// A list of one flag per layer, or `None` where the key is absent.
+    pub(crate) fn flags(&self, key: &str, layers: usize) -> Result<Option<Vec<bool>>> {
+        match self.metadata.get(&self.key(key)) {
+            None => Ok(None),
+            Some(gguf::Value::Array(gguf::Array::Bool(flags))) if flags.len() == layers => {
+                Ok(Some(flags.clone()))
+            }
+            Some(other) => Err(self.bad(key, other, &format!("an array of {layers} bool"))),
+        }
+    }
+
     /// The fields every attention model has, its head counts checked against each other.
     pub(crate) fn attention(&self, vocab: usize) -> Result<AttentionShape> {
         let width = self.count("embedding_length")?;
@@ -175,14 +199,20 @@ impl<'a> Hyper<'a> {
             let wanted = format!("an even number up to the head width {key_width}");
             return Err(self.bad("rope.dimension_count", rope_dims, &wanted));
         }
+        let layers = self.count("block_count")?;
+        if layers > MOST_LAYERS {
+            return Err(self.bad("block_count", layers, "at most 1024 layers"));
+        }
         let geometry = Geometry {
-            layers: self.count("block_count")?,
+            layers,
             width,
             vocab,
             context: self.count("context_length")?,
             kv_heads,
             key_width,
             value_width,
+            attention_layers: (0..layers).collect(),
+            states: Vec::new(),
         };
         Ok(AttentionShape { geometry, heads, ffn: self.count("feed_forward_length")?, rope_dims })
     }
