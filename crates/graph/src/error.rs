@@ -1,4 +1,4 @@
-//! The three kinds of error and the one table of codes.
+//! The kinds of error and the one table of codes.
 
 use std::fmt;
 
@@ -11,6 +11,12 @@ pub enum Kind {
     Refusal,
     /// It broke while running.
     Fault,
+    /// What was named is not there.
+    Missing,
+    /// It cannot be done in the state things are in; something else has to end first.
+    Conflict,
+    /// There is too much to do; try again later.
+    Busy,
 }
 
 macro_rules! codes {
@@ -39,6 +45,26 @@ macro_rules! codes {
 codes! {
     /// An argument, shape or value is wrong.
     InvalidInput = "invalid_input", Invalid;
+    /// A file name or path that is not allowed.
+    BadPath = "bad_path", Invalid;
+    /// Training data that cannot be used.
+    BadData = "bad_data", Invalid;
+    /// More tokens than the model's context or the cache holds.
+    ContextExceeded = "context_length_exceeded", Invalid;
+    /// The server was started without a folder for training.
+    TrainingOff = "training_off", Invalid;
+    /// No model or adapter of this name.
+    UnknownModel = "unknown_model", Missing;
+    /// A training run is there already.
+    RunInProgress = "run_in_progress", Conflict;
+    /// No training run that could be controlled, or not under this name.
+    NotRunning = "not_running", Conflict;
+    /// An adapter has nothing learned that could be promoted or discarded, or is in use.
+    AdapterState = "adapter_state", Conflict;
+    /// More requests are waiting than the server keeps.
+    QueueFull = "queue_full", Busy;
+    /// The server is stopping.
+    Stopping = "stopping", Busy;
     /// An op has no gradient with respect to an operand that needs one.
     OpNotDifferentiable = "op_not_differentiable", Refusal;
     /// The gradient was asked of something no output depends on smoothly.
@@ -66,7 +92,10 @@ impl Code {
     pub fn http_status(self) -> u16 {
         match self.kind() {
             Kind::Invalid => 400,
+            Kind::Missing => 404,
+            Kind::Conflict => 409,
             Kind::Refusal => 422,
+            Kind::Busy => 429,
             Kind::Fault => 500,
         }
     }
@@ -74,7 +103,7 @@ impl Code {
     /// The exit code of a command that fails with this code.
     pub fn exit_code(self) -> u8 {
         match self.kind() {
-            Kind::Invalid => 1,
+            Kind::Invalid | Kind::Missing | Kind::Conflict | Kind::Busy => 1,
             Kind::Refusal => 2,
             Kind::Fault => 3,
         }

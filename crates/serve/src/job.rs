@@ -1,0 +1,93 @@
+//! Training jobs, validated and rendered, as the loop takes them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use graph::Device;
+use train::{Example, TrainConfig};
+
+/// How training and serving share the device while there is something to serve.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Pacing {
+    /// Training takes this share of the time, in millionths: 1 to 1,000,000.
+    Share(u32),
+    /// Turns are slowed down by at most this, in millionths: 1 to 999,999.
+    Slowdown(u32),
+    /// Training does not wait for turns.
+    Never,
+}
+
+/// What became of the data of a job.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DataReport {
+    /// Rows of a window, as it was asked for.
+    pub window_asked: usize,
+    /// Rows of a window, after it was fitted to the data.
+    pub window: usize,
+    /// Examples of the request, or pieces of its text.
+    pub examples: usize,
+    /// Examples shortened to fit.
+    pub truncated: usize,
+    /// Examples left out because they could not be made to fit.
+    pub skipped: usize,
+    /// Tokens of what is trained on.
+    pub train_tokens: usize,
+    /// Of these, tokens that carry loss.
+    pub trainable_tokens: usize,
+    /// Tokens that carry loss of what is held out.
+    pub eval_trainable_tokens: usize,
+}
+
+/// A job: everything checked that can be without the graph.
+#[derive(Clone)]
+pub struct TrainJob {
+    /// The job's name and the alias its adapter is published under: the file name without
+    /// `.gguf`.
+    pub name: String,
+    /// The file, inside the training folder.
+    pub out: PathBuf,
+    /// The settings.
+    pub config: TrainConfig,
+    /// What is learned.
+    pub examples: Vec<Example>,
+    /// What is only measured, after each epoch.
+    pub held_out: Vec<Example>,
+    /// What became of the data.
+    pub data: DataReport,
+    /// How it shares the device.
+    pub pacing: Pacing,
+    /// Most bytes it may add; what the machine has free where there is no bound.
+    pub memory_budget: Option<usize>,
+    /// A device for what the model's own has no kernel for.
+    pub fallback: Option<Arc<dyn Device>>,
+}
+
+/// Examples for the shadow of an alias.
+#[derive(Clone)]
+pub struct LearnJob {
+    /// The alias. One that is not there yet starts from a fresh adapter.
+    pub alias: String,
+    /// The settings; targets, rank and alpha are those of the adapter, where there is one.
+    pub config: TrainConfig,
+    /// What is learned.
+    pub examples: Vec<Example>,
+    /// How it shares the device.
+    pub pacing: Pacing,
+    /// As of [`TrainJob`].
+    pub memory_budget: Option<usize>,
+}
+
+/// What a [`LearnJob`] came to.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Learned {
+    /// Optimizer steps taken by this call.
+    pub steps: u64,
+    /// Optimizer steps of the shadow in all.
+    pub total_steps: u64,
+    /// Mean loss of the examples under the shadow before, in nats.
+    pub loss_before: f64,
+    /// The same afterwards.
+    pub loss_after: f64,
+    /// The generation that is served meanwhile; 0 where nothing is served under the alias.
+    pub served_generation: u64,
+}
