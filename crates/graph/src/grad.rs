@@ -287,6 +287,7 @@ const LABEL: &str = "the operand holds labels: nothing changes smoothly with the
 const LOSS_WEIGHT: &str = "the operand holds the weights of rows, which are settings of the loss \
                            and whose rows of weight 0 are not read; where a weight is computed, \
                            multiply the unweighted losses by it";
+const SCALE: &str = "the operand is an adapter's scale, which is a setting";
 const QUANTIZED: &str = "the operand is a quantized weight, which has no gradient; train a LoRA \
                          adapter on it, or use a float copy of the weight";
 
@@ -647,10 +648,37 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
                 (_, 1) => Is(Box::new(move |g, dy| {
                     g.push(back(LoraOperand::B), &[x, dy, rows, a, scale], &name)
                 })),
-                _ => Not("the operand is an adapter's scale, which is a setting"),
+                _ => Not(SCALE),
             }
         }
         Op::LoraBack { .. } => Not(NO_SECOND_ORDER),
+        Op::LoraExperts { .. } if i == 1 => Is(Box::new(|_, dy| Ok(dy))),
+        Op::LoraExperts { .. } if i == 2 || i == 3 => Not(INDEX),
+        Op::LoraExperts { slots } => {
+            let slots = *slots;
+            let (slot, part) = (i.saturating_sub(4) / 3, i.saturating_sub(4) % 3);
+            let part_of = move |p: usize| 4 + 3 * slot + p;
+            let (x, rows, ids) = (arg(0), arg(2), arg(3));
+            let (a, b, scale) = (arg(part_of(0)), arg(part_of(1)), arg(part_of(2)));
+            let back = move |wrt, slot| Op::LoraExpertsBack { slots, wrt, slot };
+            match (i, part) {
+                (0, _) => Is(Box::new(move |g, dy| {
+                    let mut operands = vec![dy, rows, ids];
+                    operands.extend(args.iter().skip(4));
+                    let dx = g.push(back(LoraOperand::X, 0), &operands, &name)?;
+                    // A row that several experts read: their shares add up in order of rank.
+                    unbroadcast(g, dx, x_shape)
+                })),
+                (_, 0) => Is(Box::new(move |g, dy| {
+                    g.push(back(LoraOperand::A, slot), &[x, dy, rows, ids, b, scale], &name)
+                })),
+                (_, 1) => Is(Box::new(move |g, dy| {
+                    g.push(back(LoraOperand::B, slot), &[x, dy, rows, ids, a, scale], &name)
+                })),
+                _ => Not(SCALE),
+            }
+        }
+        Op::LoraExpertsBack { .. } => Not(NO_SECOND_ORDER),
 
         // ---- attention
         Op::Attention(attrs) => {

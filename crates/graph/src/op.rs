@@ -269,6 +269,29 @@ pub enum Op {
         /// The slot, for `A` and `B`; 0 for `X`.
         slot: usize,
     },
+    /// `(f x [T, X, K], f base [T, U, N], i rows [T], i ids [T, U], then per slot: f A [E, r, K],
+    /// f B [E, N, r], f scale [1]) -> f [T, U, N]` with `X` 1 or `U`: an adapter of the stack of
+    /// experts that [`Op::MatMulExperts`] multiplies: `base[t, u] + scale_s * B_s[e] (A_s[e]
+    /// x[t, u])` with `s = rows[t]` and `e = ids[t, u]` (`x[t, 0]` where `X` is 1); rows with a
+    /// negative slot are `base`. Ranks may differ. An expert that is not chosen is not read.
+    LoraExperts {
+        /// How many slots the operands hold.
+        slots: usize,
+    },
+    /// Gradient of [`Op::LoraExperts`]. `X`: `(f dy [T, U, N], i rows, i ids, then A, B, scale per
+    /// slot) -> [T, U, K]`. `A`: `(f x, f dy, i rows, i ids, f B, f scale) -> [E, r, K]` for the
+    /// given slot: per expert `sum scale * (B[e]^T dy[t, u]) x[t, u]^T` over the places where rows
+    /// of the slot chose it, in order. `B`: `(f x, f dy, i rows, i ids, f A, f scale) ->
+    /// [E, N, r]`: `sum scale * dy[t, u] (A[e] x[t, u])^T`. Exactly 0 for an expert that none
+    /// chose.
+    LoraExpertsBack {
+        /// How many slots the forward op had.
+        slots: usize,
+        /// The operand it is for.
+        wrt: LoraOperand,
+        /// The slot, for `A` and `B`; 0 for `X`.
+        slot: usize,
+    },
 
     // ---- attention ---------------------------------------------------------------------
     /// `(f q [T, Hq, D], f k [T, Hkv, D], f v [T, Hkv, Dv], i seqs [S, 3] [, f sinks [Hq]]
@@ -466,6 +489,8 @@ impl Op {
             Op::ExpertOuter { .. } => "ExpertOuter",
             Op::Lora { .. } => "Lora",
             Op::LoraBack { .. } => "LoraBack",
+            Op::LoraExperts { .. } => "LoraExperts",
+            Op::LoraExpertsBack { .. } => "LoraExpertsBack",
             Op::Attention(_) => "Attention",
             Op::AttentionStats(_) => "AttentionStats",
             Op::AttentionBack { .. } => "AttentionBack",

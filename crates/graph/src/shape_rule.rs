@@ -2,6 +2,7 @@
 
 use crate::*;
 
+mod adapters;
 mod recurrent;
 
 type Operand = (DType, Shape);
@@ -599,58 +600,11 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             choices(b.1, ids.1, "b")?;
             Ok((f, fit(&[*experts, a.1.dim(2), b.1.dim(2)])?))
         }
-        Op::Lora { slots } => {
-            let expected = slots.checked_mul(3).and_then(|n| n.checked_add(3));
-            want(Some(args.len()) == expected && *slots > 0, || {
-                format!("{slots} slots take 3 + 3 x slots operands, was given {}", args.len())
-            })?;
-            f32s(args, &[0, 1])?;
-            i32s(args, &[2])?;
-            let [x, base, rows, slots @ ..] = args else {
-                return Err("takes x, base and rows".into());
-            };
-            want(x.1.rank() == 2 && base.1.rank() == 2 && x.1.dim(0) == base.1.dim(0), || {
-                format!("x {} and base {} do not match", x.1, base.1)
-            })?;
-            is(rows.1, &[x.1.dim(0)], "rows")?;
-            lora_slots(slots, 3, x.1.dim(1), base.1.dim(1))?;
-            Ok((f, base.1))
-        }
-        Op::LoraBack { slots, wrt: LoraOperand::X, .. } => {
-            let expected = slots.checked_mul(3).and_then(|n| n.checked_add(2));
-            want(Some(args.len()) == expected && *slots > 0, || {
-                format!("{slots} slots take 2 + 3 x slots operands, was given {}", args.len())
-            })?;
-            f32s(args, &[0])?;
-            i32s(args, &[1])?;
-            let [dy, rows, slots @ ..] = args else {
-                return Err("takes dy and rows".into());
-            };
-            want(dy.1.rank() == 2, || format!("dy must be [T, N], is {}", dy.1))?;
-            is(rows.1, &[dy.1.dim(0)], "rows")?;
-            let k = slots.first().map_or(0, |a| a.1.cols());
-            lora_slots(slots, 2, k, dy.1.dim(1))?;
-            Ok((f, fit(&[dy.1.dim(0), k])?))
-        }
-        Op::LoraBack { slots, wrt, slot } => {
-            want(slot < slots, || format!("no slot {slot} of {slots}"))?;
-            f32s(args, &[0, 1, 3, 4])?;
-            i32s(args, &[2])?;
-            let [x, dy, rows, other, scale] = operands(args)?;
-            want(x.1.rank() == 2 && dy.1.rank() == 2 && x.1.dim(0) == dy.1.dim(0), || {
-                format!("x {} and dy {} do not match", x.1, dy.1)
-            })?;
-            is(rows.1, &[x.1.dim(0)], "rows")?;
-            is(scale.1, &[1], "scale")?;
-            let (k, n) = (x.1.dim(1), dy.1.dim(1));
-            want(other.1.rank() == 2, || format!("A or B must be a matrix, is {}", other.1))?;
-            if *wrt == LoraOperand::A {
-                want(other.1.dim(0) == n, || format!("B {} does not give {n}", other.1))?;
-                Ok((f, fit(&[other.1.dim(1), k])?))
-            } else {
-                want(other.1.dim(1) == k, || format!("A {} does not take {k}", other.1))?;
-                Ok((f, fit(&[n, other.1.dim(0)])?))
-            }
+        Op::Lora { slots } => adapters::lora(args, *slots),
+        Op::LoraBack { slots, wrt, slot } => adapters::lora_back(args, *slots, *wrt, *slot),
+        Op::LoraExperts { slots } => adapters::lora_experts(args, *slots),
+        Op::LoraExpertsBack { slots, wrt, slot } => {
+            adapters::lora_experts_back(args, *slots, *wrt, *slot)
         }
         Op::Attention(attrs) => {
             f32s(args, &[0, 1, 2])?;
@@ -749,28 +703,4 @@ fn cross_entropy(
         "softcap must be positive and finite".into()
     })?;
     is(labels.1, &[logits.1.dim(0)], "labels")
-}
-
-/// The `A, B, scale` of each slot, the first of which is operand `first`.
-fn lora_slots(
-    rest: &[Operand],
-    first: usize,
-    k: usize,
-    n: usize,
-) -> std::result::Result<(), String> {
-    for (i, (dtype, _)) in rest.iter().enumerate() {
-        want(*dtype == DType::F32, || format!("operand {} must be f32, is {dtype}", first + i))?;
-    }
-    for (slot, chunk) in rest.chunks(3).enumerate() {
-        let [a, b, scale] = operands(chunk)?;
-        let rank = a.1.dim(0);
-        want(a.1.rank() == 2 && a.1.dim(1) == k && rank > 0, || {
-            format!("A of slot {slot} must be [r, {k}], is {}", a.1)
-        })?;
-        want(b.1.dims() == [n, rank], || {
-            format!("B of slot {slot} must be [{n}, {rank}], is {}", b.1)
-        })?;
-        is(scale.1, &[1], "scale")?;
-    }
-    Ok(())
 }

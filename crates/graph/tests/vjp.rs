@@ -298,6 +298,55 @@ fn rows_and_scales_of_adapters() {
 }
 
 #[test]
+fn choices_and_scales_of_adapted_experts() {
+    let mut g = Graph::new();
+    let mut args = vec![f32s(&mut g, "x", &[3, 1, 8]), f32s(&mut g, "base", &[3, 2, 4])];
+    args.extend([i32s(&mut g, "rows", &[3]), i32s(&mut g, "ids", &[3, 2])]);
+    for s in 0..2 {
+        args.push(f32s(&mut g, &format!("a{s}"), &[5, 2 + s, 8]));
+        args.push(f32s(&mut g, &format!("b{s}"), &[5, 4, 2 + s]));
+        args.push(f32s(&mut g, &format!("scale{s}"), &[1]));
+    }
+    let y = g.push(Op::LoraExperts { slots: 2 }, &args, "lora").unwrap();
+    for (i, name) in [(2, "rows"), (3, "ids")] {
+        let line = format!(
+            "LoraExperts at node `lora`, operand {i} (`{name}`, i32): the operand is an index: \
+             nothing changes smoothly with it"
+        );
+        says(&g, y, args[i], &line);
+    }
+    for (i, s) in [(6, 0), (9, 1)] {
+        let line = format!(
+            "LoraExperts at node `lora`, operand {i} (`scale{s}`, f32): the operand is an \
+             adapter's scale, which is a setting"
+        );
+        says(&g, y, args[i], &line);
+    }
+    let dy = format!("d{}", y.index());
+    let back = differentiate(&g, y, &[0, 1, 4, 5, 7, 8].map(|i| args[i]));
+    let Backward { graph, grads } = back.unwrap();
+    let shown: Vec<String> = grads.iter().map(|&d| show(&graph, g.len(), d)).collect();
+    assert_eq!(
+        shown,
+        [
+            format!("Sum(LoraExpertsBack({dy}, rows, ids, a0, b0, scale0, a1, b1, scale1))"),
+            dy.clone(),
+            format!("LoraExpertsBack(x, {dy}, rows, ids, b0, scale0)"),
+            format!("LoraExpertsBack(x, {dy}, rows, ids, a0, scale0)"),
+            format!("LoraExpertsBack(x, {dy}, rows, ids, b1, scale1)"),
+            format!("LoraExpertsBack(x, {dy}, rows, ids, a1, scale1)"),
+        ]
+    );
+    let slot = |&d: &NodeId| match graph.node(d).op {
+        Op::LoraExpertsBack { slot, wrt, .. } => Some((slot, wrt)),
+        _ => None,
+    };
+    let of: Vec<_> = grads.iter().filter_map(slot).collect();
+    use LoraOperand::{A, B};
+    assert_eq!(of, [(0, A), (0, B), (1, A), (1, B)]);
+}
+
+#[test]
 fn a_value_stored_in_blocks() {
     let mut g = Graph::new();
     let x = f32s(&mut g, "x", &[3, 32]);
@@ -332,6 +381,10 @@ fn gradient_ops_have_no_second_order() {
         g.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[x, rows], "loss").unwrap(),
         g.project(x, block).unwrap(),
     ];
+    let chosen = i32s(&mut g, "chosen", &[3, 1]);
+    let (a3, b3) = (f32s(&mut g, "a3", &[4, 2, 32]), f32s(&mut g, "b3", &[4, 32, 2]));
+    let adapted = [heads, heads, rows, chosen, a3, b3, scale];
+    let adapted = g.push(Op::LoraExperts { slots: 1 }, &adapted, "adapted").unwrap();
     let attrs = AttentionAttrs::new(0.5);
     let attention = g.push(Op::Attention(attrs), &[heads, heads, heads, seqs], "attn").unwrap();
     let taps = f32s(&mut g, "taps", &[32, 1]);
@@ -352,6 +405,7 @@ fn gradient_ops_have_no_second_order() {
         (exit, x),
         (scan, gates),
         (delta, gates),
+        (adapted, a3),
     ]);
     for ((y, x), op) in all.zip([
         "GegluBack",
@@ -364,6 +418,7 @@ fn gradient_ops_have_no_second_order() {
         "SsmConvStateBack",
         "SsmScanBack",
         "GatedDeltaRuleBack",
+        "LoraExpertsBack",
     ]) {
         let mut g = g.clone();
         let seeded = seed(&mut g, y);

@@ -3,24 +3,25 @@
 //!
 //! Keys: `general.type = adapter`, `general.architecture`, `adapter.type = lora`,
 //! `adapter.lora.alpha`. Tensors: `TARGET.lora_a` `[r, in]` and `TARGET.lora_b` `[out, r]`,
-//! f32 (f16 and bf16 are read too), where `TARGET` keeps its `.weight`. The effective scale of
-//! a tensor is `alpha / r`, and 1 where alpha is 0.
+//! of a stack of experts `[E, r, in]` and `[E, out, r]`, f32 (f16 and bf16 are read too), where
+//! `TARGET` keeps its `.weight`. The effective scale of a tensor is `alpha / r`, and 1 where alpha
+//! is 0.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use gguf::TensorType;
 
-use crate::{Error, LoraShape, Model, Result};
+use crate::{Error, LoraShape, Model, Projection, Result};
 
-/// The pair of matrices on one projection.
+/// The pair of matrices on one projection, or a pair for each expert of a stack.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraTensor {
     /// Rank.
     pub rank: usize,
-    /// `[rank, in]`, row-major.
+    /// `[rank, in]` or `[experts, rank, in]`, row-major.
     pub a: Vec<f32>,
-    /// `[out, rank]`, row-major.
+    /// `[out, rank]` or `[experts, out, rank]`, row-major.
     pub b: Vec<f32>,
     /// `alpha / rank`, or 1 where alpha is 0: what `B A x` is multiplied by.
     pub scale: f32,
@@ -65,12 +66,12 @@ impl Adapter {
         let mut random = text::sampler::Rng::new(seed);
         let mut tensors = BTreeMap::new();
         for target in targets {
-            let (out, width) = projection(model, target)?;
-            let bound = 1.0 / (width as f32).sqrt();
-            let a = (0..rank * width)
-                .map(|_| ((random.next_f64() * 2.0 - 1.0) as f32) * bound)
-                .collect();
-            let pair = LoraTensor { rank, a, b: vec![0.0; out * rank], scale: scale(alpha, rank) };
+            let of = projection(model, target)?;
+            let bound = 1.0 / (of.width as f32).sqrt();
+            let mut a = zeros(target, &of.shape(rank, of.width))?;
+            a.iter_mut().for_each(|a| *a = ((random.next_f64() * 2.0 - 1.0) as f32) * bound);
+            let b = zeros(target, &of.shape(of.out, rank))?;
+            let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
             tensors.insert(target.clone(), pair);
         }
         Ok(Adapter { alpha, tensors })
@@ -119,11 +120,12 @@ impl Adapter {
                 "lora_b" if file.tensor(&format!("{target}.lora_a")).is_some() => continue,
                 _ => return Err(stray(&name, full)),
             }
-            let (out, width) = projection(model, target)
+            let of = projection(model, target)
                 .map_err(|e| Error::new(format!("{name}: tensor `{full}`: {e}")))?;
-            let rank = tensor.info.shape.first().copied().unwrap_or(0);
+            let rank = tensor.info.shape.iter().rev().nth(1).copied().unwrap_or(0);
             let b = file.require(&format!("{target}.lora_b"))?;
-            for (info, wanted) in [(tensor.info, [rank, width]), (b.info, [out, rank])] {
+            let shapes = [of.shape(rank, of.width), of.shape(of.out, rank)];
+            for (info, wanted) in [tensor.info, b.info].into_iter().zip(shapes) {
                 if info.shape != wanted {
                     return Err(Error::new(format!(
                         "{name}: tensor `{}` has shape {:?}, expected {wanted:?} for `{target}`",
@@ -155,19 +157,18 @@ impl Adapter {
     /// Writes the adapter, atomically, as llama.cpp reads it.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// When a tensor is no projection of the model, or the file cannot be written.
     pub fn write(&self, path: &Path, model: &Model) -> Result<()> {
         let mut metadata = gguf::Metadata::new();
         metadata.insert("general.architecture", model.arch_name());
         metadata.insert("general.type", "adapter");
         metadata.insert("adapter.type", "lora");
         metadata.insert("adapter.lora.alpha", self.alpha);
-        let mut parts: Vec<(String, [usize; 2], &[f32])> = Vec::new();
+        let mut parts: Vec<(String, Vec<usize>, &[f32])> = Vec::new();
         for (target, t) in &self.tensors {
-            let width = t.a.len() / t.rank.max(1);
-            let out = t.b.len() / t.rank.max(1);
-            parts.push((format!("{target}.lora_a"), [t.rank, width], &t.a));
-            parts.push((format!("{target}.lora_b"), [out, t.rank], &t.b));
+            let of = projection(model, target)?;
+            parts.push((format!("{target}.lora_a"), of.shape(t.rank, of.width), &t.a));
+            parts.push((format!("{target}.lora_b"), of.shape(of.out, t.rank), &t.b));
         }
         let tensors = parts
             .iter()
@@ -200,17 +201,30 @@ fn stray(file: &str, tensor: &str) -> Error {
     ))
 }
 
-fn projection(model: &Model, target: &str) -> Result<(usize, usize)> {
+fn projection(model: &Model, target: &str) -> Result<Projection> {
+    if let Some(&projection) = model.projections().get(target) {
+        return Ok(projection);
+    }
     match model.weights().get(target) {
-        Some(w) if w.is_matrix() && w.shape.rank() == 2 && target != "token_embd.weight" => {
-            Ok((w.shape.dim(0), w.shape.dim(1)))
-        }
         Some(_) if target == "token_embd.weight" => {
             Err(Error::new("adapters on the embedding table are not supported"))
         }
-        Some(_) => Err(Error::new(format!("`{target}` is no matrix, so no adapter applies to it"))),
+        Some(_) => {
+            Err(Error::new(format!("`{target}` is no projection, so no adapter applies to it")))
+        }
         None => Err(Error::new(format!("the model has no tensor `{target}`"))),
     }
+}
+
+/// Zeros of a shape; stacks of many experts may be more than there is memory.
+fn zeros(target: &str, dims: &[usize]) -> Result<Vec<f32>> {
+    let n = graph::Shape::new(dims)?.elements();
+    let mut zeros = Vec::new();
+    zeros.try_reserve_exact(n).map_err(|_| {
+        Error::new(format!("no memory for the {n} numbers of an adapter on `{target}`"))
+    })?;
+    zeros.resize(n, 0.0);
+    Ok(zeros)
 }
 
 fn finite(file: &str, tensor: &gguf::Tensor<'_>) -> Result<Vec<f32>> {

@@ -6,8 +6,8 @@
 //! Must not know: HTTP, jobs, losses, optimizers, or how a device computes an op.
 //!
 //! - An architecture is one file in [`arch`]: a function from hyper-parameters to graph nodes.
-//! - [`Net`] is what it builds with: every projection goes through [`Net::linear`], every
-//!   embedding through [`Net::embed`], which is where adapters apply.
+//! - [`Net`] is what it builds with: every projection goes through [`Net::linear`] or
+//!   [`Net::experts`], every embedding through [`Net::embed`], which is where adapters apply.
 //! - [`Model`] is a loaded file; [`Engine`] runs rows of many sequences over it.
 #![deny(clippy::indexing_slicing)]
 
@@ -31,6 +31,8 @@ pub use error::{Error, Result};
 pub use footprint::arena_bytes;
 pub use generate::{Finish, GenerateConfig, Generated, generate};
 pub use model::{Model, thread_count};
-pub use net::{EntryStates, LoraShape, Net, NetConfig, PrefixShape, StateNodes};
+pub use net::{
+    EntryStates, Experts, LoraShape, Net, NetConfig, PrefixShape, Projection, StateNodes,
+};
 pub use perplexity::{Perplexity, perplexity};
 pub use weights::{TensorSource, Weight, Weights};

@@ -1,12 +1,14 @@
 //! A loaded model file.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use graph::{DType, Device};
 
-use crate::{Architecture, EntryStates, Error, Geometry, Net, NetConfig, Result, Weights, arch};
+use crate::{
+    Architecture, EntryStates, Error, Geometry, Net, NetConfig, Projection, Result, Weights, arch,
+};
 
 /// A model: its architecture, its weights on a device, its tokenizer and chat template.
 pub struct Model {
@@ -14,6 +16,7 @@ pub struct Model {
     arch_name: String,
     arch: Box<dyn Architecture>,
     weights: Weights,
+    projections: BTreeMap<String, Projection>,
     metadata: gguf::Metadata,
     tokenizer: text::Tokenizer,
     /// The template, or why there is none.
@@ -44,7 +47,7 @@ impl Model {
     pub fn from_gguf(file: gguf::Gguf, device: Arc<dyn Device>) -> Result<Model> {
         let path = file.path().to_path_buf();
         let (arch_name, arch) = arch::read(&file)?;
-        let (names, plain) = tensor_names(&file, arch.as_ref())?;
+        let Tensors { names, plain, projections } = tensors(&file, arch.as_ref())?;
         let tokenizer = text::Tokenizer::from_metadata(file.metadata())?;
         let vocab = arch.geometry().vocab;
         if tokenizer.vocab_size() > vocab {
@@ -62,6 +65,7 @@ impl Model {
             arch_name,
             arch,
             weights,
+            projections,
             metadata: file.into_metadata(),
             tokenizer,
             template,
@@ -139,25 +143,25 @@ impl Model {
         Weights::load(&gguf::Gguf::open(&self.path)?, names, &plain, device)
     }
 
-    /// The names of every projection an adapter can sit on, in order.
-    pub fn projections(&self) -> Vec<String> {
-        let is_target = |name: &str, w: &crate::Weight| {
-            w.is_matrix()
-                && w.shape.rank() == 2
-                && name.ends_with(".weight")
-                && name != "token_embd.weight"
-        };
-        self.weights.iter().filter(|(n, w)| is_target(n, w)).map(|(n, _)| n.to_string()).collect()
+    /// Every projection an adapter can sit on, by the name of its tensor.
+    pub fn projections(&self) -> &BTreeMap<String, Projection> {
+        &self.projections
     }
+}
+
+/// What an architecture does with the tensors of a file.
+struct Tensors {
+    /// All of them.
+    names: Vec<String>,
+    /// Those that are plain values.
+    plain: BTreeSet<String>,
+    /// Those that rows are multiplied by.
+    projections: BTreeMap<String, Projection>,
 }
 
 /// The tensors the architecture asks for, found by building its graph; refuses a file that has
 /// others, since leaving a tensor out would compute something else than the file's author meant.
-/// Also says which of them are plain values.
-fn tensor_names(
-    file: &gguf::Gguf,
-    arch: &dyn Architecture,
-) -> Result<(Vec<String>, BTreeSet<String>)> {
+fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
     let config = NetConfig {
         rows: 1,
         seqs: 1,
@@ -184,5 +188,12 @@ fn tensor_names(
             )));
         }
     }
-    Ok((net.used().iter().cloned().collect(), net.plain().clone()))
+    let mut projections = net.projections().clone();
+    // The embedding that logits are tied to: an adapter would have to sit on both its uses.
+    projections.remove("token_embd.weight");
+    Ok(Tensors {
+        names: net.used().iter().cloned().collect(),
+        plain: net.plain().clone(),
+        projections,
+    })
 }

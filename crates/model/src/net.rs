@@ -4,7 +4,7 @@
 //! graph. What differs is in [`NetConfig`]: how many rows, where earlier keys and values come
 //! from, which adapters apply, which weights are trained.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use graph::{
     AttentionAttrs, DType, GatedDeltaAttrs, GluKind, Graph, NodeId, NormKind, Op, RopeAngles,
@@ -21,6 +21,39 @@ pub struct LoraShape {
     pub target: String,
     /// The rank of its A and B.
     pub rank: usize,
+}
+
+/// A matrix that rows are multiplied by, or a stack of them: what an adapter can sit on.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct Projection {
+    /// How many matrices, where rows choose among experts.
+    pub experts: Option<usize>,
+    /// Outputs.
+    pub out: usize,
+    /// Inputs.
+    pub width: usize,
+}
+
+impl Projection {
+    /// The shape of a matrix for each expert, or of the one there is.
+    pub fn shape(&self, rows: usize, cols: usize) -> Vec<usize> {
+        self.experts.into_iter().chain([rows, cols]).collect()
+    }
+}
+
+/// How a layer sends its rows to experts.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub struct Experts {
+    /// Experts of the layer.
+    pub count: usize,
+    /// How many of them a row uses.
+    pub used: usize,
+    /// The inner width of each.
+    pub width: usize,
+    /// What the shares of the chosen are multiplied by.
+    pub scale: f32,
+    /// The activation of each.
+    pub activation: GluKind,
 }
 
 /// The shape of the paged cache a graph reads.
@@ -110,14 +143,25 @@ pub struct Net<'a> {
     head: Option<(usize, usize)>,
     used: BTreeSet<String>,
     plain: BTreeSet<String>,
+    projections: BTreeMap<String, Projection>,
+}
+
+/// The operands of the adapters on a projection.
+struct Adapters {
+    slots: usize,
+    /// i32 [T]: the slot of each row among them.
+    rows: NodeId,
+    /// A, B and the scale of each slot.
+    operands: Vec<NodeId>,
 }
 
 impl<'a> Net<'a> {
     /// An empty graph over these tensors.
     pub fn new(tensors: &'a dyn TensorSource, config: &'a NetConfig) -> Net<'a> {
-        let (used, plain) = (BTreeSet::new(), BTreeSet::new());
+        let (used, plain, projections) = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new());
         let (graph, kv, states) = (Graph::new(), Vec::new(), Vec::new());
-        Net { graph, kv, states, config, tensors, layer: None, head: None, used, plain }
+        let (layer, head) = (None, None);
+        Net { graph, kv, states, config, tensors, layer, head, used, plain, projections }
     }
 
     /// What it is built for.
@@ -133,6 +177,11 @@ impl<'a> Net<'a> {
     /// Those of them that are no matrices to multiply by: their leaves are plain f32 values.
     pub fn plain(&self) -> &BTreeSet<String> {
         &self.plain
+    }
+
+    /// What rows were multiplied by so far, by the name of its tensor.
+    pub fn projections(&self) -> &BTreeMap<String, Projection> {
+        &self.projections
     }
 
     /// Nodes from here on belong to this layer.
@@ -216,7 +265,15 @@ impl<'a> Net<'a> {
         let weight_name = format!("{name}.weight");
         let w = self.tensor(&weight_name, &[out, width])?;
         let y = self.graph.project(x, w)?;
-        let y = self.adapt(x, y, &weight_name, out)?;
+        let projection = Projection { experts: None, out, width };
+        let y = match self.adapters(&weight_name, projection)? {
+            None => y,
+            Some(Adapters { slots, rows, operands }) => {
+                let mut args = vec![x, y, rows];
+                args.extend(operands);
+                self.graph.push(Op::Lora { slots }, &args, &weight_name)?
+            }
+        };
         let bias_name = format!("{name}.bias");
         if !self.has(&bias_name) {
             return Ok(y);
@@ -231,17 +288,18 @@ impl<'a> Net<'a> {
         format!("lora_rows.{}", list.join("+"))
     }
 
-    fn adapt(&mut self, x: NodeId, y: NodeId, target: &str, out: usize) -> Result<NodeId> {
+    /// The adapters on a projection, if there are any.
+    fn adapters(&mut self, target: &str, of: Projection) -> Result<Option<Adapters>> {
+        self.projections.insert(target.to_string(), of);
         let config = self.config;
-        let width = self.graph.node(x).shape.cols();
         let mut slots = Vec::new();
         let mut operands = Vec::new();
         for (slot, tensors) in config.adapters.iter().enumerate() {
             let Some(lora) = tensors.iter().find(|t| t.target == target) else { continue };
             slots.push(slot);
             for (part, dims) in [
-                ("lora_a", vec![lora.rank, width]),
-                ("lora_b", vec![out, lora.rank]),
+                ("lora_a", of.shape(lora.rank, of.width)),
+                ("lora_b", of.shape(of.out, lora.rank)),
                 ("lora_scale", vec![1]),
             ] {
                 let name = format!("{slot}:{target}.{part}");
@@ -249,19 +307,87 @@ impl<'a> Net<'a> {
             }
         }
         if slots.is_empty() {
-            return Ok(y);
+            return Ok(None);
         }
         let rows_name = Net::lora_rows_name(&slots);
-        let row_slots = match self.head {
+        let rows = match self.head {
             None => self.input(&rows_name, &[config.rows])?,
             Some((start, len)) => {
                 let all = self.input(&format!("{rows_name}.head"), &[config.logit_rows])?;
                 self.graph.slice(all, 0, start, len)?
             }
         };
-        let mut args = vec![x, y, row_slots];
-        args.extend(operands);
-        Ok(self.graph.push(Op::Lora { slots: slots.len() }, &args, target)?)
+        Ok(Some(Adapters { slots: slots.len(), rows, operands }))
+    }
+
+    /// Rows `[T, 1 or used, K]` times the experts they chose by `ids` `[T, used]`, plus every
+    /// adapter on the stack, plus the experts' biases if the model has them: `[T, used, out]`.
+    fn linear_experts(
+        &mut self,
+        x: NodeId,
+        ids: NodeId,
+        name: &str,
+        experts: usize,
+        out: usize,
+    ) -> Result<NodeId> {
+        let width = self.graph.node(x).shape.cols();
+        let weight_name = format!("{name}.weight");
+        let w = self.tensor(&weight_name, &[experts, out, width])?;
+        let y = self.graph.project_experts(x, w, ids)?;
+        let projection = Projection { experts: Some(experts), out, width };
+        let y = match self.adapters(&weight_name, projection)? {
+            None => y,
+            Some(Adapters { slots, rows, operands }) => {
+                let mut args = vec![x, y, rows, ids];
+                args.extend(operands);
+                self.graph.push(Op::LoraExperts { slots }, &args, &weight_name)?
+            }
+        };
+        let bias_name = format!("{name}.bias");
+        if !self.has(&bias_name) {
+            return Ok(y);
+        }
+        let table = self.tensor(&bias_name, &[experts, out])?;
+        let bias = self.graph.gather(table, ids, &bias_name)?;
+        Ok(self.graph.add(y, bias)?)
+    }
+
+    /// The routed experts of a layer (Shazeer et al. 2017, arXiv 1701.06538) whose tensors begin
+    /// with `name` (`blk.3.ffn`), over rows `[T, K]`: the softmax of the router's logits, the
+    /// `used` greatest shares, divided by their sum, weigh the results of their experts, which
+    /// are summed in order of rank: `[T, K]`.
+    ///
+    /// As llama.cpp's `build_moe_ffn`, the sum is at least 2^-14; where it is clamped, no
+    /// gradient passes through it.
+    ///
+    /// # Errors
+    /// When a tensor is missing or of another shape.
+    pub fn experts(&mut self, x: NodeId, name: &str, experts: &Experts) -> Result<NodeId> {
+        const LEAST_SUM: f32 = 6.103_515_625e-5;
+        let Experts { count, used, width, scale, activation } = *experts;
+        let logits = self.linear(x, &format!("{name}_gate_inp"), count)?;
+        // The names of llama.cpp's nodes.
+        let node = |what: &str| format!("{name}_moe_{what}");
+        let graph = &mut self.graph;
+        let shares = graph.softmax(logits, &node("probs"))?;
+        let ids = graph.top_k(shares, used, &node("topk"))?;
+        let chosen = graph.take(shares, ids, &node("weights"))?;
+        let sum = Op::Sum { dims: 1 << 1 };
+        let sum = graph.push(sum, &[chosen], &node("weights_sum"))?;
+        let clamp = Op::Clamp { min: LEAST_SUM.into(), max: f32::INFINITY.into() };
+        let sum = graph.push(clamp, &[sum], &node("weights_sum_clamped"))?;
+        let div = Op::Binary(graph::Binary::Div);
+        let mut weights = graph.push(div, &[chosen, sum], &node("weights_norm"))?;
+        if scale != 1.0 {
+            weights = graph.affine(weights, scale, 0.0)?;
+        }
+        let shape = graph.node(x).shape;
+        let rows = graph.reshape(x, &[shape.dim(0), 1, shape.cols()])?;
+        let gate = self.linear_experts(rows, ids, &format!("{name}_gate_exps"), count, width)?;
+        let up = self.linear_experts(rows, ids, &format!("{name}_up_exps"), count, width)?;
+        let h = self.glu(activation, gate, up)?;
+        let y = self.linear_experts(h, ids, &format!("{name}_down_exps"), count, shape.cols())?;
+        Ok(self.graph.mix_experts(y, weights)?)
     }
 
     /// RMS normalization of the last dimension with a weight of its width.

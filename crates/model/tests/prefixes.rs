@@ -268,6 +268,10 @@ fn cutting_back_leaves_shared_pages_alone() {
             let bits = feed(&mut engine, one, &prompt[held..], None);
             assert_ends(&cold(&model, &prompt, None), &bits, &format!("{arch} from {len}"));
         }
+        // What it then writes differently is its own, and who begins with the old finds the old.
+        let held = engine.cache().truncate(one, 100);
+        feed(&mut engine, one, &[&prompt[held..100], &other].concat(), None);
+        warm(&mut engine, &prompt, &cold(&model, &prompt, None), arch);
     }
 }
 

@@ -263,6 +263,38 @@ fn adapters() {
     close(&part(LoraOperand::B, a), &[1, 2], &[100.0, 120.0]);
 }
 
+#[test]
+fn adapters_of_experts() {
+    // Two rows choose two of three experts each; row 1 has no adapter. Expert 1 is not chosen by
+    // row 0, and expert 2 by none.
+    let x = f(&[2, 1, 2], &[1.0, 2.0, 3.0, 4.0]);
+    let base = f(&[2, 2, 1], &[100.0, 200.0, 300.0, 400.0]);
+    let (rows, ids) = (i(&[2], &[0, -1]), i(&[2, 2], &[0, 0, 1, 0]));
+    let a = f(&[3, 1, 2], &[1.0, 10.0, 5.0, 5.0, 7.0, 7.0]);
+    let b = f(&[3, 1, 1], &[2.0, 3.0, 4.0]);
+    let scale = f(&[1], &[0.5]);
+    let lora = Op::LoraExperts { slots: 1 };
+    let mut args = vec![x.clone(), base, rows.clone(), ids.clone(), a.clone(), b.clone()];
+    args.push(scale.clone());
+    close(&run(lora.clone(), &args), &[2, 2, 1], &[121.0, 221.0, 300.0, 400.0]);
+    args[3] = i(&[2, 2], &[0, 1, 2, 3]);
+    outside(lora.clone(), &args, "expert 3");
+    args[3] = ids.clone();
+    args[2] = i(&[2], &[1, 0]);
+    outside(lora, &args, "adapter slot 1");
+
+    let dy = f(&[2, 2, 1], &[1.0, 2.0, 3.0, 4.0]);
+    let back = |wrt| Op::LoraExpertsBack { slots: 1, wrt, slot: 0 };
+    let args = [dy.clone(), rows.clone(), ids.clone(), a.clone(), b.clone(), scale.clone()];
+    let dx = run(back(LoraOperand::X), &args);
+    close(&dx, &[2, 2, 2], &[1.0, 10.0, 2.0, 20.0, 0.0, 0.0, 0.0, 0.0]);
+    let part = |wrt, other: &Value| {
+        run(back(wrt), &[&x, &dy, &rows, &ids, other, &scale].map(Clone::clone))
+    };
+    close(&part(LoraOperand::A, &b), &[3, 1, 2], &[3.0, 6.0, 0.0, 0.0, 0.0, 0.0]);
+    close(&part(LoraOperand::B, &a), &[3, 1, 1], &[31.5, 0.0, 0.0]);
+}
+
 fn attention(window: Option<u32>, softcap: Option<f32>, prefix: bool) -> AttentionAttrs {
     let softcap = softcap.map(Into::into);
     AttentionAttrs { window, softcap, prefix, ..AttentionAttrs::new(1.0) }

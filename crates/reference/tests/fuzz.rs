@@ -148,6 +148,17 @@ impl Fuzzer {
                 let x = vec![t, if own { 2 } else { 1 }, k];
                 let ids = i(&[t, 2]);
                 if self.one_in(3) {
+                    let (x, y) = (f(&x), f(&[t, 2, n]));
+                    let (a, b, scale) = (f(&[e, h, k]), f(&[e, n, h]), f(&[1]));
+                    let back = |wrt| Op::LoraExpertsBack { slots: 1, wrt, slot: 0 };
+                    return match self.0.below(4) {
+                        0 => (Op::LoraExperts { slots: 1 }, vec![x, y, i(&[t]), ids, a, b, scale]),
+                        1 => (back(LoraOperand::X), vec![y, i(&[t]), ids, a, b, scale]),
+                        2 => (back(LoraOperand::A), vec![x, y, i(&[t]), ids, b, scale]),
+                        _ => (back(LoraOperand::B), vec![x, y, i(&[t]), ids, a, scale]),
+                    };
+                }
+                if self.one_in(3) {
                     return (Op::ExpertOuter { experts: e }, vec![f(&x), f(&[t, 1, n]), ids]);
                 }
                 let tb = self.one_in(2);

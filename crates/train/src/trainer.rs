@@ -1,10 +1,11 @@
 //! The loop: windows in, an adapter out.
 
+use std::collections::BTreeSet;
 use std::ops::Deref;
 use std::sync::Arc;
 
 use graph::{Device, Stop};
-use model::{Adapter, Model};
+use model::{Adapter, Model, Projection};
 
 use crate::gradients::Pass;
 use crate::step::{Step, Stepped, total_weight};
@@ -60,9 +61,6 @@ impl TrainConfig {
         }
         if self.accumulate == 0 || self.accumulate > 1024 {
             return wrong("accumulate", self.accumulate.to_string(), "1 to 1,024");
-        }
-        if self.targets.is_empty() {
-            return wrong("targets", "empty".into(), "at least one projection");
         }
         Ok(())
     }
@@ -200,6 +198,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             Some(from) => from,
             None => {
                 let TrainConfig { targets, rank, alpha, seed, .. } = &config;
+                if targets.is_empty() {
+                    let why = "`targets` is empty; expected at least one projection";
+                    return Err(Error::Setting(why.into()));
+                }
                 let adapter = Adapter::fresh(&model, targets, *rank, *alpha, *seed)?;
                 (adapter, AdamW::new(config.weight_decay))
             }
@@ -465,30 +467,42 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 }
 
+/// Patterns of targets that are no part of a tensor's name.
+const KINDS: [(&str, fn(&str, &Projection) -> bool); 5] = [
+    ("all", |_, _| true),
+    ("attn", |name, _| name.contains(".attn_")),
+    ("ffn", |name, _| name.contains(".ffn_")),
+    ("experts", |_, projection| projection.experts.is_some()),
+    ("router", |name, _| name.contains(".ffn_gate_inp.")),
+];
+
 /// The projections that a list of patterns names: `all` for every projection inside a layer,
-/// `attn` or `ffn` for those halves, or part of a tensor name such as `attn_q` or `blk.3.`.
+/// `attn` or `ffn` for those halves, `experts` for the stacks of routed experts, `router` for what
+/// chooses among them, or part of a tensor name such as `attn_q` or `blk.3.`.
 ///
 /// # Errors
 /// A pattern that matches nothing, with the candidates.
 pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>> {
-    let projections: Vec<String> =
-        model.projections().into_iter().filter(|n| n.starts_with("blk.")).collect();
-    let mut chosen = std::collections::BTreeSet::new();
+    let projections: Vec<(&String, &Projection)> =
+        model.projections().iter().filter(|(name, _)| name.starts_with("blk.")).collect();
+    let mut chosen = BTreeSet::new();
     for pattern in patterns {
-        let hit = |name: &&String| match pattern.as_str() {
-            "all" => true,
-            "attn" => name.contains(".attn_"),
-            "ffn" => name.contains(".ffn_"),
-            part => name.contains(part),
+        let kind = KINDS.iter().find(|(kind, _)| kind == pattern);
+        let hit = |(name, projection): &(&String, &Projection)| match kind {
+            Some((_, of_kind)) => of_kind(name, projection),
+            None => name.contains(pattern.as_str()),
         };
-        let matches: Vec<&String> = projections.iter().filter(hit).collect();
+        let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
         if matches.is_empty() {
-            let kinds: std::collections::BTreeSet<&str> =
-                projections.iter().filter_map(|n| n.split('.').nth(2)).collect();
-            let kinds: Vec<&str> = kinds.into_iter().collect();
+            let of_model = |(_, of_kind): &&(&str, fn(&str, &Projection) -> bool)| {
+                projections.iter().any(|(name, projection)| of_kind(name, projection))
+            };
+            let names: BTreeSet<&str> =
+                projections.iter().filter_map(|(n, _)| n.split('.').nth(2)).collect();
+            let candidates = KINDS.iter().filter(of_model).map(|k| k.0).chain(names);
             return Err(Error::Setting(format!(
-                "target `{pattern}` matches no projection; candidates: all, attn, ffn, {}",
-                kinds.join(", ")
+                "target `{pattern}` matches no projection; candidates: {}",
+                candidates.collect::<Vec<_>>().join(", ")
             )));
         }
         chosen.extend(matches.into_iter().cloned());

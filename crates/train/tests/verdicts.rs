@@ -15,7 +15,7 @@ use model::{Adapter, Model};
 use testkit::Toy;
 use train::{Gradients, GraphConfig, Parameters, select_targets};
 
-const ARCHITECTURES: [&str; 3] = ["gemma3", "llama", "qwen2"];
+const ARCHITECTURES: [&str; 4] = ["gemma3", "llama", "qwen2", "qwen35"];
 
 fn verdict(model: &Model, cache: DType, parameters: &Parameters) -> String {
     let config =
@@ -51,7 +51,7 @@ fn verdicts() -> BTreeMap<String, String> {
                 let all = [
                     ("adapter", Parameters { adapter: Some(adapter), ..Parameters::default() }),
                     ("matrix", weight("blk.0.ffn_down.weight", 256 * 512)),
-                    ("norm", weight("blk.0.ffn_norm.weight", 256)),
+                    ("norm", weight("blk.0.attn_norm.weight", 256)),
                 ];
                 for cache in [DType::F32, DType::F16, q8] {
                     for (what, parameters) in &all {

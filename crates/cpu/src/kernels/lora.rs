@@ -1,37 +1,38 @@
-//! Low-rank adapters on rows that choose their own.
+//! Low-rank adapters on rows that choose their own, and on experts that rows choose.
 //!
-//! Each row stands alone. `A x` takes 16 lanes over `K` and one tree per rank, since rows of `A`
-//! lie along `K`; what goes through `B` is a chain over ranks with lanes over outputs, and
-//! `B^T dy` a chain over outputs with lanes over ranks. Gradients of `A` and `B` are chains over
-//! rows, ascending.
+//! What is adapted is a pair: a row of [`Op::Lora`], or a row and one of the experts it chose of
+//! [`Op::LoraExperts`], which has a pair of matrices for each. Each pair stands alone. `A x` takes
+//! 16 lanes over `K` and one tree per rank, since rows of `A` lie along `K`; what goes through `B`
+//! is a chain over ranks with lanes over outputs, and `B^T dy` a chain over outputs with lanes over
+//! ranks. Gradients of `A` and `B` are chains over pairs, ascending.
 
 use std::ops::Range;
 
-use graph::{Call, DType, LoraOperand, Op};
+use graph::{Call, DType, LoraOperand, Op, Shape};
 
-use super::{Support, Tiles, column_tiles, dense, needs, rows};
-use crate::job::{Job, Rows, Scratch, padded};
+use super::{Support, Tiles, column_tiles, dense, dense_last, needs, rows};
+use crate::job::{Input, Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
-/// Rows of a tile, and rows whose projections are computed at once.
+/// Pairs of a tile, and pairs whose projections are computed at once.
 const BLOCK: usize = 64;
 
-/// Rows or ranks that one pass accumulates in registers.
+/// Pairs or ranks that one pass accumulates in registers.
 const GROUP: usize = 4;
 
 /// Vectors of columns that one pass accumulates in registers.
 const WIDE: usize = 4;
 
-/// Columns of `B` transposed that a pass over rows reads.
+/// Columns of `B` transposed that a pass over pairs reads.
 const STRIP: usize = 256;
 
-/// Below so many rows, tiles split the outputs instead of the rows.
+/// Below so many pairs, tiles split the outputs instead of the pairs.
 const FEW: usize = 16;
 
-/// Outputs of a tile when there are few rows.
+/// Outputs of a tile when there are few pairs.
 const FEW_OUTPUTS: usize = 512;
 
-/// Where a slot's operands are.
+/// Where a slot's operands are, those of one expert.
 #[derive(Copy, Clone)]
 struct Slot {
     /// `[r, K]`
@@ -44,119 +45,296 @@ struct Slot {
 
 /// `x` and `base` as rows; the rest dense.
 pub(super) fn supports_forward(call: &Call<'_>) -> Support {
-    rows(call, 0)?;
-    rows(call, 1)?;
-    dense(call, 2, DType::I32)?;
-    supports_slots(call, 3)
+    let first = at(call.op).first;
+    for i in 0..2 {
+        pairs_of(call, i)?;
+    }
+    for i in 2..first {
+        dense(call, i, DType::I32)?;
+    }
+    supports_slots(call, first)
 }
 
 pub(super) fn supports_back(call: &Call<'_>, wrt: LoraOperand) -> Support {
-    rows(call, 0)?;
-    if wrt == LoraOperand::X {
-        dense(call, 1, DType::I32)?;
-        return supports_slots(call, 2);
+    let At { rows, first, .. } = at(call.op);
+    for i in 0..rows {
+        pairs_of(call, i)?;
     }
-    rows(call, 1)?;
-    dense(call, 2, DType::I32)?;
-    dense(call, 3, DType::F32)?;
-    dense(call, 4, DType::F32)?;
+    for i in rows..first {
+        dense(call, i, DType::I32)?;
+    }
+    if wrt == LoraOperand::X {
+        return supports_slots(call, first);
+    }
+    dense(call, first, DType::F32)?;
+    dense(call, first + 1, DType::F32)?;
     // A: B^T dy of a block. B: A x of a block, and sums with lanes over outputs.
-    let rank = if wrt == LoraOperand::A { call.out.shape.dim(0) } else { call.out.shape.cols() };
-    let sums = match wrt {
-        LoraOperand::B => column_tiles(call.out.shape.dim(0)).per_tile * rank,
-        _ => 0,
-    };
+    let (left, right) = matrix(call.out.shape);
+    let rank = if wrt == LoraOperand::A { left } else { right };
+    let sums = if wrt == LoraOperand::B { column_tiles(left).per_tile * rank } else { 0 };
     Ok(needs(&[BLOCK * padded(rank), sums]))
 }
 
-/// Scratch: the projections of a block of rows, and a strip of `B` transposed.
+/// Operand `i` as the vectors of pairs.
+fn pairs_of(call: &Call<'_>, i: usize) -> Result<(), graph::Unsupported> {
+    match call.op {
+        Op::LoraExperts { .. } | Op::LoraExpertsBack { .. } => dense_last(call, i)?,
+        _ => rows(call, i)?,
+    };
+    Ok(())
+}
+
+/// Scratch: the projections of a block of pairs, and a strip of `B` transposed.
 fn supports_slots(call: &Call<'_>, first: usize) -> Support {
     let mut rank = 0;
     for i in first..call.args.len() {
         let arg = dense(call, i, DType::F32)?;
         if (i - first).is_multiple_of(3) {
-            rank = rank.max(arg.shape.dim(0));
+            rank = rank.max(matrix(arg.shape).0);
         }
     }
     Ok(needs(&[BLOCK * padded(rank), padded(rank) * STRIP]))
 }
 
-/// Faults where a row's slot is none of the operands'.
-pub(super) fn check(rows: &[i32], slots: usize) -> Result<(), String> {
-    for (row, &slot) in rows.iter().enumerate() {
+/// The last two dimensions.
+fn matrix(shape: Shape) -> (usize, usize) {
+    (shape.dim(shape.rank().saturating_sub(2)), shape.cols())
+}
+
+/// Where the operands of an op are.
+struct At {
+    /// The slot of each row.
+    rows: usize,
+    /// The experts each row chose.
+    ids: Option<usize>,
+    /// The first of the slots' operands, or of the one slot that a gradient is of.
+    first: usize,
+}
+
+fn at(op: &Op) -> At {
+    let (rows, experts) = match op {
+        Op::LoraBack { wrt: LoraOperand::X, .. } => (1, false),
+        Op::LoraExpertsBack { wrt: LoraOperand::X, .. } => (1, true),
+        Op::LoraExperts { .. } | Op::LoraExpertsBack { .. } => (2, true),
+        _ => (2, false),
+    };
+    At { rows, ids: experts.then_some(rows + 1), first: rows + 1 + usize::from(experts) }
+}
+
+/// Which matrices each pair uses.
+#[derive(Copy, Clone)]
+struct Chosen<'a> {
+    /// The slot of each row; negative where it has none.
+    slots: &'a [i32],
+    /// The expert of each pair.
+    ids: Option<&'a [i32]>,
+    /// Pairs of a row.
+    used: usize,
+}
+
+impl<'a> Chosen<'a> {
+    fn new(job: &Job<'a>) -> Chosen<'a> {
+        let At { rows, ids, .. } = at(job.op);
+        let ids = ids.map(|i| job.input(i));
+        let used = ids.map_or(1, |ids| ids.arg.shape.cols());
+        Chosen { slots: job.input(rows).ints(), ids: ids.map(|ids| ids.ints()), used }
+    }
+
+    fn pairs(self) -> usize {
+        self.slots.len() * self.used
+    }
+
+    #[inline(always)]
+    fn slot(self, pair: usize) -> Option<usize> {
+        let row = if self.used == 1 { pair } else { pair / self.used };
+        usize::try_from(self.slots[row]).ok()
+    }
+
+    #[inline(always)]
+    fn expert(self, pair: usize) -> usize {
+        self.ids.map_or(0, |ids| ids[pair] as usize)
+    }
+}
+
+/// Faults where a row's slot is none of the operands', or an expert is none of the slots'.
+pub(super) fn check(job: &Job<'_>, slots: usize) -> Result<(), String> {
+    let At { rows, ids, first } = at(job.op);
+    for (row, &slot) in job.input(rows).ints().iter().enumerate() {
         if usize::try_from(slot).is_ok_and(|slot| slot >= slots) {
             return Err(format!("adapter slot {slot} of row {row} is not below {slots}"));
         }
     }
+    let experts = job.input(first).arg.shape.dim(0);
+    for (i, &id) in ids.map_or(&[][..], |i| job.input(i).ints()).iter().enumerate() {
+        if usize::try_from(id).is_ok_and(|id| id < experts) {
+            continue;
+        }
+        return Err(format!("expert {id} (entry {i}) is not in 0..{experts}"));
+    }
     Ok(())
 }
 
-/// Tiles of rows and of outputs.
+/// Tiles of pairs, or of experts, and of outputs.
 struct Grid {
-    rows: Tiles,
+    /// Of pairs; of experts where every tile takes the pairs of one.
+    outer: Tiles,
+    by_expert: bool,
     columns: Tiles,
 }
 
 fn grid(job: &Job<'_>) -> Grid {
     let shape = job.out.shape;
-    if let Op::LoraBack { wrt: wrt @ (LoraOperand::A | LoraOperand::B), .. } = job.op {
-        // All rows in each tile: A `[r, K]` splits K, B `[N, r]` splits N.
-        let across = if *wrt == LoraOperand::A { shape.cols() } else { shape.dim(0) };
-        return Grid { rows: Tiles::new(1, 1), columns: column_tiles(across) };
+    let experts = |i: usize| job.input(i).arg.shape.dim(0);
+    let At { ids, first, .. } = at(job.op);
+    if let Op::LoraBack { wrt: wrt @ (LoraOperand::A | LoraOperand::B), .. }
+    | Op::LoraExpertsBack { wrt: wrt @ (LoraOperand::A | LoraOperand::B), .. } = job.op
+    {
+        // All pairs of an expert in each tile: A `[r, K]` splits K, B `[N, r]` splits N.
+        let (left, right) = matrix(shape);
+        let across = if *wrt == LoraOperand::A { right } else { left };
+        let count = if ids.is_some() { shape.dim(0) } else { 1 };
+        let outer = Tiles::new(count, 1);
+        return Grid { outer, by_expert: ids.is_some(), columns: column_tiles(across) };
     }
-    let (rows, columns) = (shape.dim(0), shape.cols());
-    let width = if rows <= FEW { FEW_OUTPUTS } else { columns };
-    Grid { rows: Tiles::new(rows, BLOCK), columns: Tiles::new(columns, width) }
+    let (pairs, columns) = (shape.rows(), shape.cols());
+    // Where pairs are few, hardly two of them share an expert.
+    if ids.is_some() && pairs >= 2 * experts(first) {
+        let inner = matrix(job.input(0).arg.shape).1;
+        let columns = Tiles::new(columns, FEW_OUTPUTS.max(inner));
+        return Grid { outer: Tiles::new(experts(first), 1), by_expert: true, columns };
+    }
+    let width = if pairs <= FEW { FEW_OUTPUTS } else { columns };
+    let outer = Tiles::new(pairs, BLOCK);
+    Grid { outer, by_expert: false, columns: Tiles::new(columns, width) }
 }
 
 pub(super) fn tiles(job: &Job<'_>) -> usize {
     let grid = grid(job);
-    grid.rows.count * grid.columns.count
+    grid.outer.count * grid.columns.count
 }
 
 pub(super) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
     let grid = grid(job);
     let columns = grid.columns.range(tile % grid.columns.count);
+    let (outer, chosen) = (tile / grid.columns.count, Chosen::new(job));
+    let walk = |slot| match grid.by_expert {
+        true => Walk { range: 0..chosen.pairs(), slot, expert: Some(outer) },
+        false if slot.is_some() => Walk { range: 0..chosen.pairs(), slot, expert: None },
+        false => Walk { range: grid.outer.range(outer), slot, expert: None },
+    };
     match *job.op {
-        Op::Lora { .. } => {
-            let rows = grid.rows.range(tile / grid.columns.count);
-            job.isa.run(Forward { job, rows, columns, scratch });
+        Op::Lora { .. } | Op::LoraExperts { .. } => {
+            job.isa.run(Forward { job, chosen, walk: walk(None), columns, scratch });
         }
-        Op::LoraBack { wrt: LoraOperand::X, .. } => {
-            let rows = grid.rows.range(tile / grid.columns.count);
-            job.isa.run(BackX { job, rows, columns, scratch });
-        }
-        Op::LoraBack { wrt: LoraOperand::A, slot, .. } => {
-            job.isa.run(BackA { job, slot, columns, scratch });
-        }
-        Op::LoraBack { wrt: LoraOperand::B, slot, .. } => {
-            job.isa.run(BackB { job, slot, columns, scratch });
-        }
+        Op::LoraBack { wrt, slot, .. } | Op::LoraExpertsBack { wrt, slot, .. } => match wrt {
+            LoraOperand::X => {
+                job.isa.run(BackX { job, chosen, walk: walk(None), columns, scratch });
+            }
+            LoraOperand::A => {
+                let walk = walk(Some(slot));
+                job.isa.run(BackA { job, chosen, walk, expert: outer, columns, scratch });
+            }
+            LoraOperand::B => {
+                let walk = walk(Some(slot));
+                job.isa.run(BackB { job, chosen, walk, expert: outer, columns, scratch });
+            }
+        },
         _ => {}
+    }
+}
+
+/// The pairs of a tile, a block of them at a time, ascending.
+struct Walk {
+    /// What is left.
+    range: Range<usize>,
+    /// Only those of a slot.
+    slot: Option<usize>,
+    /// Only those of an expert.
+    expert: Option<usize>,
+}
+
+impl Walk {
+    /// How many pairs come next, and which; none at the end.
+    #[inline(always)]
+    fn next(&mut self, chosen: Chosen<'_>) -> (usize, [usize; BLOCK]) {
+        let (mut count, mut list) = (0, [0; BLOCK]);
+        while count < BLOCK && self.range.start < self.range.end {
+            let pair = self.range.start;
+            self.range.start += 1;
+            let of_slot = self.slot.is_none() || self.slot == chosen.slot(pair);
+            if of_slot && self.expert.is_none_or(|expert| expert == chosen.expert(pair)) {
+                list[count] = pair;
+                count += 1;
+            }
+        }
+        (count, list)
+    }
+}
+
+/// Takes the pairs that use the matrices of the first of a list, which are then no more in it.
+#[inline(always)]
+fn take_group(
+    chosen: Chosen<'_>,
+    list: &mut [usize; BLOCK],
+    count: &mut usize,
+) -> (Option<usize>, usize, usize, [usize; BLOCK]) {
+    let (slot, expert) = (chosen.slot(list[0]), chosen.expert(list[0]));
+    let (mut taken, mut group, mut kept) = (0, [0; BLOCK], 0);
+    for i in 0..*count {
+        let pair = list[i];
+        if chosen.slot(pair) == slot && chosen.expert(pair) == expert {
+            group[taken] = pair;
+            taken += 1;
+        } else {
+            list[kept] = pair;
+            kept += 1;
+        }
+    }
+    *count = kept;
+    (slot, expert, taken, group)
+}
+
+/// The vectors of pairs: rows, or each row's own for its choices, or one for all of them.
+#[derive(Copy, Clone)]
+struct Pairs {
+    ptr: *const f32,
+    row: usize,
+    choice: usize,
+    used: usize,
+}
+
+impl Pairs {
+    fn new(input: Input<'_>, used: usize) -> Pairs {
+        let (arg, ptr) = (input.arg, input.ptr());
+        if arg.shape.rank() == 2 {
+            return Pairs { ptr, row: arg.row_stride().unwrap_or(0), choice: 0, used };
+        }
+        let choice = if arg.shape.dim(1) == 1 { 0 } else { input.stride(1) };
+        Pairs { ptr, row: input.stride(0), choice, used }
+    }
+
+    /// The first element of a pair's vector.
+    #[inline(always)]
+    fn row(self, pair: usize) -> *const f32 {
+        let (row, choice) = match self.used {
+            1 => (pair, 0),
+            used => (pair / used, pair % used),
+        };
+        self.ptr.wrapping_add(row * self.row + choice * self.choice)
     }
 }
 
 /// The operands of slot `slot`, of which there are three from input `first` on.
 #[inline(always)]
-fn slot_of(job: &Job<'_>, first: usize, slot: usize) -> Slot {
+fn slot_of(job: &Job<'_>, first: usize, slot: usize, expert: usize) -> Slot {
     let (a, b) = (job.input(first + 3 * slot), job.input(first + 3 * slot + 1));
     let scale = job.input(first + 3 * slot + 2).ptr::<f32>();
     // SAFETY: the scale is a dense f32 operand of one element.
     let scale = unsafe { *scale };
-    Slot { a: a.ptr(), b: b.ptr(), scale, rank: a.arg.shape.dim(0) }
-}
-
-/// The rows of a range that use a slot: how many, and which.
-#[inline(always)]
-fn members(slots: &[i32], range: Range<usize>, slot: usize) -> (usize, [usize; BLOCK]) {
-    let (mut count, mut rows) = (0, [0; BLOCK]);
-    for row in range.take(BLOCK) {
-        if usize::try_from(slots[row]) == Ok(slot) {
-            rows[count] = row;
-            count += 1;
-        }
-    }
-    (count, rows)
+    let ((rank, k), (n, _)) = (matrix(a.arg.shape), matrix(b.arg.shape));
+    let a = a.ptr::<f32>().wrapping_add(expert * rank * k);
+    let b = b.ptr::<f32>().wrapping_add(expert * n * rank);
+    Slot { a, b, scale, rank }
 }
 
 /// `to[i][j] = scale * a_j . x_i` for some rows, `padded(rank)` apart.
@@ -166,7 +344,7 @@ fn members(slots: &[i32], range: Range<usize>, slot: usize) -> (usize, [usize; B
 #[inline(always)]
 unsafe fn project<S: Simd>(
     s: S,
-    (x, rows): (Rows<f32>, &[usize]),
+    (x, rows): (Pairs, &[usize]),
     (a, k, rank): (*const f32, usize, usize),
     scale: f32,
     to: &mut [f32],
@@ -245,7 +423,7 @@ unsafe fn dots<S: Simd, const X: usize>(
 #[inline(always)]
 unsafe fn project_back<S: Simd>(
     s: S,
-    (dy, rows): (Rows<f32>, &[usize]),
+    (dy, rows): (Pairs, &[usize]),
     (b, n, rank): (*const f32, usize, usize),
     scale: f32,
     to: &mut [f32],
@@ -274,10 +452,22 @@ unsafe fn project_back<S: Simd>(
     }
 }
 
+/// The greatest rank of the slots whose operands begin at `first`.
+#[inline(always)]
+fn highest_rank(job: &Job<'_>, first: usize) -> usize {
+    let slots = (job.inputs.len() - first) / 3;
+    let mut rank = 0;
+    for slot in 0..slots {
+        rank = rank.max(matrix(job.input(first + 3 * slot).arg.shape).0);
+    }
+    rank
+}
+
 /// `base + B (scale A x)`
 struct Forward<'a> {
     job: &'a Job<'a>,
-    rows: Range<usize>,
+    chosen: Chosen<'a>,
+    walk: Walk,
     columns: Range<usize>,
     scratch: Scratch<'a>,
 }
@@ -287,48 +477,50 @@ impl Task for Forward<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let job = self.job;
-        let Op::Lora { slots } = *job.op else { return };
-        let (x, base) = (job.input(0).rows::<f32>(), job.input(1).rows::<f32>());
-        let chosen = job.input(2).ints();
+        let (job, chosen, first) = (self.job, self.chosen, at(self.job.op).first);
+        let x = Pairs::new(job.input(0), chosen.used);
+        let base = Pairs::new(job.input(1), chosen.used);
         let k = job.input(0).arg.shape.cols();
         let columns = &self.columns;
-        for row in self.rows.clone().filter(|&row| chosen[row] < 0) {
-            let to = job.out_row::<f32>(row).wrapping_add(columns.start);
-            let from = base.row(row).wrapping_add(columns.start);
-            // SAFETY: these columns of this row are the tile's, and base has the same.
-            unsafe { std::ptr::copy_nonoverlapping(from, to, columns.len()) };
-        }
-        let mut rank = 0;
-        for slot in 0..slots {
-            rank = rank.max(slot_of(job, 3, slot).rank);
-        }
+        let rank = highest_rank(job, first);
         let projected = self.scratch.take(BLOCK * padded(rank));
         let transposed = self.scratch.take(padded(rank) * STRIP);
-        for slot in 0..slots {
-            let (count, rows) = members(chosen, self.rows.clone(), slot);
-            let rows = &rows[..count];
-            if rows.is_empty() {
-                continue;
+        loop {
+            let (mut left, mut list) = self.walk.next(chosen);
+            if left == 0 {
+                break;
             }
-            let Slot { a, b, scale, rank } = slot_of(job, 3, slot);
-            // SAFETY: the shapes of the operands, as the op's rule has them.
-            unsafe { project(s, (x, rows), (a, k, rank), scale, projected) };
-            for start in columns.clone().step_by(STRIP) {
-                let width = (columns.end - start).min(STRIP);
-                for n in (0..width).step_by(LANES) {
-                    let m = (width - n).min(LANES);
-                    let from = b.wrapping_add((start + n) * rank);
-                    // SAFETY: rows `start + n ..` of B exist, `m` of them.
-                    unsafe { transpose_rows(s, from, m, rank, &mut transposed[n..]) };
-                }
-                for (row, h) in rows.iter().zip(projected.chunks(padded(rank))) {
-                    let from = base.row(*row).wrapping_add(start);
-                    let to = job.out_row::<f32>(*row).wrapping_add(start);
-                    let terms = Terms { c: h, rows: transposed.as_ptr(), stride: STRIP, rank };
-                    // SAFETY: these columns of this row are the tile's; base has the same;
-                    // `transposed` holds `rank` rows of them.
-                    unsafe { add_terms(s, Some(from), to, terms, width) };
+            while left > 0 {
+                let (slot, expert, taken, pairs) = take_group(chosen, &mut list, &mut left);
+                let pairs = &pairs[..taken];
+                let Some(slot) = slot else {
+                    for &pair in pairs {
+                        let to = job.out_row::<f32>(pair).wrapping_add(columns.start);
+                        let from = base.row(pair).wrapping_add(columns.start);
+                        // SAFETY: these columns of this pair are the tile's, base has the same.
+                        unsafe { std::ptr::copy_nonoverlapping(from, to, columns.len()) };
+                    }
+                    continue;
+                };
+                let Slot { a, b, scale, rank } = slot_of(job, first, slot, expert);
+                // SAFETY: the shapes of the operands, as the op's rule has them.
+                unsafe { project(s, (x, pairs), (a, k, rank), scale, projected) };
+                for start in columns.clone().step_by(STRIP) {
+                    let width = (columns.end - start).min(STRIP);
+                    for n in (0..width).step_by(LANES) {
+                        let m = (width - n).min(LANES);
+                        let from = b.wrapping_add((start + n) * rank);
+                        // SAFETY: rows `start + n ..` of B exist, `m` of them.
+                        unsafe { transpose_rows(s, from, m, rank, &mut transposed[n..]) };
+                    }
+                    for (&pair, h) in pairs.iter().zip(projected.chunks(padded(rank))) {
+                        let from = base.row(pair).wrapping_add(start);
+                        let to = job.out_row::<f32>(pair).wrapping_add(start);
+                        let terms = Terms { c: h, rows: transposed.as_ptr(), stride: STRIP, rank };
+                        // SAFETY: these columns of this pair are the tile's; base has the same;
+                        // `transposed` holds `rank` rows of them.
+                        unsafe { add_terms(s, Some(from), to, terms, width) };
+                    }
                 }
             }
         }
@@ -418,7 +610,8 @@ unsafe fn transpose_rows<S: Simd>(s: S, from: *const f32, m: usize, width: usize
 /// `A^T (scale B^T dy)`
 struct BackX<'a> {
     job: &'a Job<'a>,
-    rows: Range<usize>,
+    chosen: Chosen<'a>,
+    walk: Walk,
     columns: Range<usize>,
     scratch: Scratch<'a>,
 }
@@ -428,46 +621,59 @@ impl Task for BackX<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let job = self.job;
-        let Op::LoraBack { slots, .. } = *job.op else { return };
-        let dy = job.input(0).rows::<f32>();
-        let chosen = job.input(1).ints();
+        let (job, chosen, first) = (self.job, self.chosen, at(self.job.op).first);
+        let dy = Pairs::new(job.input(0), chosen.used);
         let (n, k) = (job.input(0).arg.shape.cols(), job.out.shape.cols());
         let columns = &self.columns;
-        for row in self.rows.clone().filter(|&row| chosen[row] < 0) {
-            let to = job.out_row::<f32>(row).wrapping_add(columns.start);
-            // SAFETY: these columns of this row are the tile's.
-            unsafe { std::slice::from_raw_parts_mut(to, columns.len()) }.fill(0.0);
-        }
-        let mut rank = 0;
-        for slot in 0..slots {
-            rank = rank.max(slot_of(job, 2, slot).rank);
-        }
+        let rank = highest_rank(job, first);
         let projected = self.scratch.take(BLOCK * padded(rank));
-        for slot in 0..slots {
-            let (count, rows) = members(chosen, self.rows.clone(), slot);
-            let rows = &rows[..count];
-            if rows.is_empty() {
-                continue;
+        loop {
+            let (mut left, mut list) = self.walk.next(chosen);
+            if left == 0 {
+                break;
             }
-            let Slot { a, b, scale, rank } = slot_of(job, 2, slot);
-            // SAFETY: the shapes of the operands, as the op's rule has them.
-            unsafe { project_back(s, (dy, rows), (b, n, rank), scale, projected) };
-            for (row, g) in rows.iter().zip(projected.chunks(padded(rank))) {
-                let to = job.out_row::<f32>(*row).wrapping_add(columns.start);
-                let rows = a.wrapping_add(columns.start);
-                let terms = Terms { c: g, rows, stride: k, rank };
-                // SAFETY: A is `[rank, k]`; these columns of this row are the tile's.
-                unsafe { add_terms(s, None, to, terms, columns.len()) };
+            while left > 0 {
+                let (slot, expert, taken, pairs) = take_group(chosen, &mut list, &mut left);
+                let pairs = &pairs[..taken];
+                let Some(slot) = slot else {
+                    for &pair in pairs {
+                        let to = job.out_row::<f32>(pair).wrapping_add(columns.start);
+                        // SAFETY: these columns of this pair are the tile's.
+                        unsafe { std::slice::from_raw_parts_mut(to, columns.len()) }.fill(0.0);
+                    }
+                    continue;
+                };
+                let Slot { a, b, scale, rank } = slot_of(job, first, slot, expert);
+                // SAFETY: the shapes of the operands, as the op's rule has them.
+                unsafe { project_back(s, (dy, pairs), (b, n, rank), scale, projected) };
+                for (&pair, g) in pairs.iter().zip(projected.chunks(padded(rank))) {
+                    let to = job.out_row::<f32>(pair).wrapping_add(columns.start);
+                    let rows = a.wrapping_add(columns.start);
+                    let terms = Terms { c: g, rows, stride: k, rank };
+                    // SAFETY: A is `[rank, k]`; these columns of this pair are the tile's.
+                    unsafe { add_terms(s, None, to, terms, columns.len()) };
+                }
             }
         }
     }
 }
 
-/// `sum over rows of (scale B^T dy) x^T`, `[r, K]`
+/// `B` (for the gradient of `A`) or `A` of an expert, and the scale.
+#[inline(always)]
+fn other_of(job: &Job<'_>, first: usize, expert: usize) -> (*const f32, f32) {
+    let other = job.input(first);
+    let (rows, cols) = matrix(other.arg.shape);
+    // SAFETY: a dense f32 operand of one element.
+    let scale = unsafe { *job.input(first + 1).ptr::<f32>() };
+    (other.ptr::<f32>().wrapping_add(expert * rows * cols), scale)
+}
+
+/// `sum over pairs of (scale B^T dy) x^T`, `[r, K]`
 struct BackA<'a> {
     job: &'a Job<'a>,
-    slot: usize,
+    chosen: Chosen<'a>,
+    walk: Walk,
+    expert: usize,
     columns: Range<usize>,
     scratch: Scratch<'a>,
 }
@@ -477,38 +683,38 @@ impl Task for BackA<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let job = self.job;
-        let (x, dy) = (job.input(0).rows::<f32>(), job.input(1).rows::<f32>());
-        let chosen = job.input(2).ints();
-        let b = job.input(3).ptr::<f32>();
-        // SAFETY: a dense f32 operand of one element.
-        let scale = unsafe { *job.input(4).ptr::<f32>() };
-        let (rank, n) = (job.out.shape.dim(0), job.input(1).arg.shape.cols());
+        let (job, chosen) = (self.job, self.chosen);
+        let x = Pairs::new(job.input(0), chosen.used);
+        let dy = Pairs::new(job.input(1), chosen.used);
+        let (b, scale) = other_of(job, at(job.op).first, self.expert);
+        let (rank, n) = (matrix(job.out.shape).0, job.input(1).arg.shape.cols());
         let columns = &self.columns;
+        // Row `j` of the expert's part of the result.
+        let out_row = job.out_row::<f32>(self.expert * rank).wrapping_add(columns.start);
+        let k = job.out.shape.cols();
         for j in 0..rank {
-            let to = job.out_row::<f32>(j).wrapping_add(columns.start);
+            let to = out_row.wrapping_add(j * k);
             // SAFETY: these columns of the result are the tile's.
             unsafe { std::slice::from_raw_parts_mut(to, columns.len()) }.fill(0.0);
         }
         let projected = self.scratch.take(BLOCK * padded(rank));
-        for block in (0..chosen.len()).step_by(BLOCK) {
-            let end = (block + BLOCK).min(chosen.len());
-            let (count, rows) = members(chosen, block..end, self.slot);
-            let rows = &rows[..count];
-            if rows.is_empty() {
-                continue;
+        loop {
+            let (count, pairs) = self.walk.next(chosen);
+            if count == 0 {
+                break;
             }
+            let pairs = &pairs[..count];
             // SAFETY: the shapes of the operands, as the op's rule has them.
-            unsafe { project_back(s, (dy, rows), (b, n, rank), scale, projected) };
+            unsafe { project_back(s, (dy, pairs), (b, n, rank), scale, projected) };
             for j in (0..rank).step_by(GROUP) {
                 let mut to = [std::ptr::null_mut(); GROUP];
                 let ranks = GROUP.min(rank - j);
                 for l in 0..ranks {
-                    to[l] = job.out_row::<f32>(j + l).wrapping_add(columns.start);
+                    to[l] = out_row.wrapping_add((j + l) * k);
                 }
                 let g = (&*projected, padded(rank), j);
-                // SAFETY: these columns of the result are the tile's; rows of x have them.
-                unsafe { outer(s, &to[..ranks], g, (x, rows), columns.clone()) };
+                // SAFETY: these columns of the result are the tile's; vectors of x have them.
+                unsafe { outer(s, &to[..ranks], g, (x, pairs), columns.clone()) };
             }
         }
     }
@@ -525,7 +731,7 @@ unsafe fn outer<S: Simd>(
     s: S,
     to: &[*mut f32],
     (c, stride, first): (&[f32], usize, usize),
-    (x, rows): (Rows<f32>, &[usize]),
+    (x, rows): (Pairs, &[usize]),
     columns: Range<usize>,
 ) {
     let width = columns.len();
@@ -577,10 +783,12 @@ unsafe fn outer<S: Simd>(
     }
 }
 
-/// `sum over rows of dy (scale A x)^T`, `[N, r]`
+/// `sum over pairs of dy (scale A x)^T`, `[N, r]`
 struct BackB<'a> {
     job: &'a Job<'a>,
-    slot: usize,
+    chosen: Chosen<'a>,
+    walk: Walk,
+    expert: usize,
     columns: Range<usize>,
     scratch: Scratch<'a>,
 }
@@ -590,27 +798,26 @@ impl Task for BackB<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let job = self.job;
-        let (x, dy) = (job.input(0).rows::<f32>(), job.input(1).rows::<f32>());
-        let chosen = job.input(2).ints();
-        let a = job.input(3).ptr::<f32>();
-        // SAFETY: a dense f32 operand of one element.
-        let scale = unsafe { *job.input(4).ptr::<f32>() };
-        let (rank, k) = (job.out.shape.cols(), job.input(0).arg.shape.cols());
+        let (job, chosen) = (self.job, self.chosen);
+        let x = Pairs::new(job.input(0), chosen.used);
+        let dy = Pairs::new(job.input(1), chosen.used);
+        let (a, scale) = other_of(job, at(job.op).first, self.expert);
+        let (n, rank) = matrix(job.out.shape);
+        let k = job.input(0).arg.shape.cols();
+        let first_row = self.expert * n + self.columns.start;
         let projected = self.scratch.take(BLOCK * padded(rank));
         // Rank by rank, outputs in lanes; a multiple of 16 apart.
         let width = padded(self.columns.len());
         let sums = self.scratch.take(width * rank);
         sums.fill(0.0);
-        for block in (0..chosen.len()).step_by(BLOCK) {
-            let end = (block + BLOCK).min(chosen.len());
-            let (count, rows) = members(chosen, block..end, self.slot);
-            let rows = &rows[..count];
-            if rows.is_empty() {
-                continue;
+        loop {
+            let (count, pairs) = self.walk.next(chosen);
+            if count == 0 {
+                break;
             }
+            let pairs = &pairs[..count];
             // SAFETY: the shapes of the operands, as the op's rule has them.
-            unsafe { project(s, (x, rows), (a, k, rank), scale, projected) };
+            unsafe { project(s, (x, pairs), (a, k, rank), scale, projected) };
             for j in (0..rank).step_by(GROUP) {
                 let mut to = [std::ptr::null_mut(); GROUP];
                 let ranks = GROUP.min(rank - j);
@@ -618,8 +825,8 @@ impl Task for BackB<'_> {
                     to[l] = sums[(j + l) * width..][..width].as_mut_ptr();
                 }
                 let h = (&*projected, padded(rank), j);
-                // SAFETY: rows of dy have the tile's columns.
-                unsafe { outer(s, &to[..ranks], h, (dy, rows), self.columns.clone()) };
+                // SAFETY: vectors of dy have the tile's columns.
+                unsafe { outer(s, &to[..ranks], h, (dy, pairs), self.columns.clone()) };
             }
         }
         for i in (0..self.columns.len()).step_by(LANES) {
@@ -633,8 +840,8 @@ impl Task for BackB<'_> {
                 }
                 s.transpose(&mut block);
                 for (l, &v) in block.iter().enumerate().take(m) {
-                    let to = job.out_row::<f32>(self.columns.start + i + l).wrapping_add(j);
-                    // SAFETY: row `columns.start + i + l` of the result is the tile's.
+                    let to = job.out_row::<f32>(first_row + i + l).wrapping_add(j);
+                    // SAFETY: row `first_row + i + l` of the result is the tile's.
                     unsafe { s.store_first(to, v, ranks) };
                 }
             }

@@ -22,7 +22,7 @@ mod sum;
 #[cfg(test)]
 mod tests;
 
-use graph::{Arg, Call, DType, LoraOperand, Needs, NormOperand, Op, Unsupported};
+use graph::{Arg, Call, DType, Needs, NormOperand, Op, Unsupported};
 
 use crate::job::{Job, Scratch};
 use crate::matmul::{self, experts};
@@ -112,8 +112,10 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::Rope { .. } => rope::supports(call),
         Op::MatMul { .. } => matmul::supports(call),
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::supports(call),
-        Op::Lora { .. } => lora::supports_forward(call),
-        Op::LoraBack { wrt, .. } => lora::supports_back(call, *wrt),
+        Op::Lora { .. } | Op::LoraExperts { .. } => lora::supports_forward(call),
+        Op::LoraBack { wrt, .. } | Op::LoraExpertsBack { wrt, .. } => {
+            lora::supports_back(call, *wrt)
+        }
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::supports(call)
         }
@@ -135,11 +137,10 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
         Op::Gather => indexing::check_gather(job),
         Op::ScatterAdd { rows } => indexing::check_scatter(job, *rows),
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::check(job),
-        Op::Lora { slots } => lora::check(job.input(2).ints(), *slots),
-        Op::LoraBack { slots, wrt, .. } => {
-            let at = if *wrt == LoraOperand::X { 1 } else { 2 };
-            lora::check(job.input(at).ints(), *slots)
-        }
+        Op::Lora { slots }
+        | Op::LoraBack { slots, .. }
+        | Op::LoraExperts { slots }
+        | Op::LoraExpertsBack { slots, .. } => lora::check(job, *slots),
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::check(job)
         }
@@ -187,7 +188,10 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         Op::RopeTable(_) | Op::Rope { .. } => rope::tiles(job),
         Op::MatMul { .. } => matmul::tiles(job),
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::tiles(job),
-        Op::Lora { .. } | Op::LoraBack { .. } => lora::tiles(job),
+        Op::Lora { .. }
+        | Op::LoraBack { .. }
+        | Op::LoraExperts { .. }
+        | Op::LoraExpertsBack { .. } => lora::tiles(job),
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::tiles(job)
         }
@@ -239,7 +243,10 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => {
             experts::run_tile(job, tile, scratch);
         }
-        Op::Lora { .. } | Op::LoraBack { .. } => lora::run_tile(job, tile, scratch),
+        Op::Lora { .. }
+        | Op::LoraBack { .. }
+        | Op::LoraExperts { .. }
+        | Op::LoraExpertsBack { .. } => lora::run_tile(job, tile, scratch),
         Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
             attention::run_tile(job, tile, scratch);
         }

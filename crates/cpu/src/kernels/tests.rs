@@ -166,6 +166,46 @@ fn p5_adapters_of_other_rows_do_not_matter() {
     }
 }
 
+/// As above, of the experts that rows chose: alone, where pairs are walked in order, and together,
+/// where each expert's are gathered.
+#[test]
+fn p5_adapters_of_experts_do_not_depend_on_other_rows() {
+    let mut random = Random(15);
+    for (experts, used, k, n) in [(3, 2, 40, 72), (90, 3, 7, 90), (2, 2, 600, 15)] {
+        let mut stack = |r: usize| [random.floats(experts * r * k), random.floats(experts * r * n)];
+        let weights: Vec<[Vec<f32>; 2]> = RANKS.iter().map(|&r| stack(r)).collect();
+        for own in [1, used] {
+            let x = Rows::random(150, &[&[own, k], &[used, n]], &mut random);
+            let operands = |c: &mut Case, rows: std::ops::Range<usize>| -> Vec<NodeId> {
+                let chosen = c.ints("rows", &[rows.len()], &slots(rows.clone()));
+                let at = |i: usize| ((i * 7 + i % used * 3) % experts) as i32;
+                let of: Vec<i32> = rows
+                    .clone()
+                    .flat_map(|row| (0..used).map(move |u| at(row * used + u)))
+                    .collect();
+                let mut all = vec![chosen, c.ints("ids", &[rows.len(), used], &of)];
+                for (i, ([a, b], rank)) in weights.iter().zip(RANKS).enumerate() {
+                    all.push(c.floats(&format!("a{i}"), &[experts, rank, k], a));
+                    all.push(c.floats(&format!("b{i}"), &[experts, n, rank], b));
+                    all.push(c.floats(&format!("s{i}"), &[1], &[0.5 + i as f32]));
+                }
+                all
+            };
+            p5_rows("LoraExperts", &x, |c, x, rows| {
+                let mut args = vec![x[0], x[1]];
+                args.extend(operands(c, rows));
+                c.graph.push(Op::LoraExperts { slots: 3 }, &args, "l").unwrap()
+            });
+            p5_rows("LoraExpertsBack", &x, |c, x, rows| {
+                let mut args = vec![x[1]];
+                args.extend(operands(c, rows));
+                let op = Op::LoraExpertsBack { slots: 3, wrt: LoraOperand::X, slot: 0 };
+                c.graph.push(op, &args, "l").unwrap()
+            });
+        }
+    }
+}
+
 /// P6: gradients that sum over rows are the same on any number of threads and in pieces.
 #[test]
 fn p6_sums_over_rows_do_not_depend_on_threads() {
@@ -182,7 +222,14 @@ fn p6_sums_over_rows_do_not_depend_on_threads() {
     let scale = case.floats("scale", &[1], &[0.7]);
     let ids: Vec<i32> = (0..rows).map(|_| random.below(40) as i32).collect();
     let ids = case.ints("ids", &[rows], &ids);
+    let (a3, b3) = (case.random("a3", &[3, 9, k], &mut random), [3, n, 9]);
+    let b3 = case.random("b3", &b3, &mut random);
+    let choices: Vec<i32> = (0..rows * 2).map(|_| random.below(3) as i32).collect();
+    let choices = case.ints("choices", &[rows, 2], &choices);
+    let dy3 = case.random("dy3", &[rows, 2, n], &mut random);
     let g = &mut case.graph;
+    let x3 = g.reshape(x, &[rows, 1, k]).unwrap();
+    let of_experts = |wrt| Op::LoraExpertsBack { slots: 3, wrt, slot: 2 };
     let lora = |wrt| Op::LoraBack { slots: 3, wrt, slot: 2 };
     let norm = Op::RmsNormBack { eps: Real::new(1e-5), wrt: NormOperand::Weight };
     let outputs = [
@@ -192,6 +239,8 @@ fn p6_sums_over_rows_do_not_depend_on_threads() {
         g.push(Op::ScatterAdd { rows: 40 }, &[ids, dy], "s").unwrap(),
         g.sum(dy, &[0]).unwrap(),
         g.sum(dy, &[0, 1]).unwrap(),
+        g.push(of_experts(LoraOperand::A), &[x3, dy3, chosen, choices, b3, scale], "ea").unwrap(),
+        g.push(of_experts(LoraOperand::B), &[x3, dy3, chosen, choices, a3, scale], "eb").unwrap(),
     ];
     for cpus in devices().chunks(2) {
         let one = case.run(&cpus[0], &outputs).unwrap();

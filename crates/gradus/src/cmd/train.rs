@@ -64,7 +64,8 @@ pub struct Args {
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Training")]
 pub struct Settings {
-    /// What to adapt: `all`, `attn`, `ffn`, or a part of tensor names such as `attn_q` or `blk.3.`
+    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, or a part of tensor names such as
+    /// `attn_q` or `blk.3.`
     #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
     pub targets: Vec<String>,
 

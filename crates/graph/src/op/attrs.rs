@@ -427,14 +427,15 @@ pub enum Order {
     Descending,
 }
 
-/// Which operand of [`Op::Lora`](crate::Op::Lora) a gradient is for.
+/// Which operand of [`Op::Lora`](crate::Op::Lora) or [`Op::LoraExperts`](crate::Op::LoraExperts) a
+/// gradient is for.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub enum LoraOperand {
-    /// The rows `[T, K]`.
+    /// The rows `[T, K]`, or `[T, X, K]`.
     X,
-    /// `A` of one slot `[r, K]`.
+    /// `A` of one slot `[r, K]`, or `[E, r, K]`.
     A,
-    /// `B` of one slot `[N, r]`.
+    /// `B` of one slot `[N, r]`, or `[E, N, r]`.
     B,
 }
 

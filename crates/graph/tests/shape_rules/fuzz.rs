@@ -67,9 +67,15 @@ fn random_op(rng: &mut Rng) -> Op {
         max_bias: if rng.chance(50) { 0.0.into() } else { real(rng) },
         sinks: rng.chance(50),
     };
-    match rng.below(52) {
+    match rng.below(54) {
         50 => Op::MatMulExperts { tb: rng.chance(50) },
         51 => Op::ExpertOuter { experts: random_number(rng) },
+        52 => Op::LoraExperts { slots: slots(rng) },
+        53 => Op::LoraExpertsBack {
+            slots: slots(rng),
+            wrt: rng.pick(&[LoraOperand::X, LoraOperand::A, LoraOperand::B]),
+            slot: rng.pick(&[0, 1, usize::MAX]),
+        },
         31 => Op::Clamp { min: real(rng), max: real(rng) },
         32 => Op::ClampBack { min: real(rng), max: real(rng) },
         33 => Op::Fill { value: real(rng), shape: shape(rng) },

@@ -124,6 +124,8 @@ fn number(op: &Op) -> usize {
         Op::GatedDeltaRuleBack(_) => 49,
         Op::MatMulExperts { .. } => 50,
         Op::ExpertOuter { .. } => 51,
+        Op::LoraExperts { .. } => 52,
+        Op::LoraExpertsBack { .. } => 53,
     }
 }
 
@@ -141,8 +143,8 @@ fn every_op_takes_and_refuses_what_the_table_says() {
         }
     }
     // A leaf is made otherwise.
-    assert_eq!(taken, (1..=51).collect());
-    assert_eq!(refused, (0..=51).collect());
+    assert_eq!(taken, (1..=53).collect());
+    assert_eq!(refused, (0..=53).collect());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use gradus_graph::*;
 use crate::common::shape;
 use crate::dtype;
 use crate::heads::{attention, losses};
-use crate::rows::{experts, rows};
+use crate::rows::{adapted_experts, experts, rows};
 
 pub const Q8: DType = DType::Block(TensorType::Q8_0);
 
@@ -761,6 +761,7 @@ pub fn table() -> Vec<Case> {
         lookups(),
         rows(),
         experts(),
+        adapted_experts(),
         norms_and_rope(),
         products(),
         attention(),

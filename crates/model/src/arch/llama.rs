@@ -1,50 +1,91 @@
-//! `llama`: Llama 1-3, Mistral, SmolLM, TinyLlama.
+//! `llama`: Llama 1-3, Mistral, Mixtral, SmolLM, TinyLlama.
 //!
 //! Touvron et al. 2023 (arXiv 2302.13971); Llama 3's frequency factors are a tensor of the
-//! file. GGUF stores q and k permuted for interleaved rotation.
+//! file. GGUF stores q and k permuted for interleaved rotation. With experts it is Mixtral (Jiang
+//! et al. 2024, arXiv 2401.04088).
 
 use gguf::Metadata;
 use graph::{GluKind, NodeId, RopeAngles, RopeStyle};
 
 use super::{Architecture, AttentionShape, Geometry, Hyper, head};
-use crate::{Net, Result};
+use crate::{Experts, Net, Result};
 
-struct Llama {
+/// A decoder of attention and gated units, each on a normalized residual stream.
+pub(super) struct Llama {
     shape: AttentionShape,
+    experts: Option<Experts>,
     eps: f32,
     scale: f32,
     angles: RopeAngles,
-    style: RopeStyle,
+    variant: Variant,
+}
+
+/// What differs between the families that are this network.
+#[derive(Copy, Clone)]
+pub(super) struct Variant {
+    /// Which elements of a head rotate together.
+    pub(super) style: RopeStyle,
+    /// Whether each head of q and k is normalized.
+    pub(super) norm_heads: bool,
 }
 
 /// Llama from `llama.*` keys.
 pub(super) fn read(metadata: &Metadata, vocab: usize) -> Result<Box<dyn Architecture>> {
-    with_style(&Hyper::new(metadata, "llama"), vocab, RopeStyle::Interleaved)
+    let hyper = Hyper::new(metadata, "llama");
+    let variant = Variant { style: RopeStyle::Interleaved, norm_heads: false };
+    let experts = hyper.experts(GluKind::Swiglu)?;
+    Ok(Box::new(Llama::new(&hyper, vocab, variant, experts)?))
 }
 
-/// The same network under another prefix and rotation.
-pub(super) fn with_style(
-    hyper: &Hyper<'_>,
-    vocab: usize,
-    style: RopeStyle,
-) -> Result<Box<dyn Architecture>> {
-    hyper.refuse_nonzero("expert_count", "a mixture of experts")?;
-    let shape = hyper.attention(vocab)?;
-    let scale = 1.0 / (shape.geometry.key_width as f32).sqrt();
-    Ok(Box::new(Llama {
-        eps: hyper.rms_eps()?,
-        scale: hyper.positive_or("attention.scale", scale)?,
-        angles: RopeAngles {
-            dims: shape.rope_dims,
-            base: hyper.positive_or("rope.freq_base", 10_000.0)?.into(),
-            freq_scale: hyper.rope_freq_scale()?.into(),
-            factors: false,
-            yarn: None,
-            sections: None,
-        },
-        style,
-        shape,
-    }))
+impl Llama {
+    /// Without experts, and a file that has some is refused.
+    pub(super) fn dense(hyper: &Hyper<'_>, vocab: usize, variant: Variant) -> Result<Llama> {
+        hyper.refuse_nonzero("expert_count", "a mixture of experts")?;
+        Llama::new(hyper, vocab, variant, None)
+    }
+
+    /// With experts, and a file that has none is refused.
+    pub(super) fn sparse(hyper: &Hyper<'_>, vocab: usize, variant: Variant) -> Result<Llama> {
+        hyper.count("expert_count")?;
+        let experts = hyper.experts(GluKind::Swiglu)?;
+        Llama::new(hyper, vocab, variant, experts)
+    }
+
+    fn new(
+        hyper: &Hyper<'_>,
+        vocab: usize,
+        variant: Variant,
+        experts: Option<Experts>,
+    ) -> Result<Llama> {
+        let shape = hyper.attention(vocab)?;
+        let scale = 1.0 / (shape.geometry.key_width as f32).sqrt();
+        Ok(Llama {
+            experts,
+            eps: hyper.rms_eps()?,
+            scale: hyper.positive_or("attention.scale", scale)?,
+            angles: RopeAngles {
+                dims: shape.rope_dims,
+                base: hyper.positive_or("rope.freq_base", 10_000.0)?.into(),
+                freq_scale: hyper.rope_freq_scale()?.into(),
+                factors: false,
+                yarn: None,
+                sections: None,
+            },
+            variant,
+            shape,
+        })
+    }
+
+    /// The second half of a layer, on normalized rows.
+    fn feed_forward(&self, net: &mut Net<'_>, layer: usize, h: NodeId) -> Result<NodeId> {
+        if let Some(experts) = &self.experts {
+            return net.experts(h, &format!("blk.{layer}.ffn"), experts);
+        }
+        let gate = net.linear(h, &format!("blk.{layer}.ffn_gate"), self.shape.ffn)?;
+        let up = net.linear(h, &format!("blk.{layer}.ffn_up"), self.shape.ffn)?;
+        let h = net.glu(GluKind::Swiglu, gate, up)?;
+        net.linear(h, &format!("blk.{layer}.ffn_down"), self.shape.geometry.width)
+    }
 }
 
 impl Architecture for Llama {
@@ -66,17 +107,21 @@ impl Architecture for Llama {
             let q = net.heads(q, heads, g.key_width)?;
             let k = net.heads(k, g.kv_heads, g.key_width)?;
             let v = net.heads(v, g.kv_heads, g.value_width)?;
-            let q = net.rope(q, self.style, angles, factors)?;
-            let k = net.rope(k, self.style, angles, factors)?;
+            let (q, k) = match self.variant.norm_heads {
+                true => (
+                    net.rms_norm(q, &format!("blk.{l}.attn_q_norm"), self.eps)?,
+                    net.rms_norm(k, &format!("blk.{l}.attn_k_norm"), self.eps)?,
+                ),
+                false => (q, k),
+            };
+            let q = net.rope(q, self.variant.style, angles, factors)?;
+            let k = net.rope(k, self.variant.style, angles, factors)?;
             let a = net.attention(q, k, v, self.scale, None)?;
             let a = net.linear(a, &format!("blk.{l}.attn_output"), g.width)?;
             x = net.add(x, a)?;
 
             let h = net.rms_norm(x, &format!("blk.{l}.ffn_norm"), self.eps)?;
-            let gate = net.linear(h, &format!("blk.{l}.ffn_gate"), self.shape.ffn)?;
-            let up = net.linear(h, &format!("blk.{l}.ffn_up"), self.shape.ffn)?;
-            let h = net.glu(GluKind::Swiglu, gate, up)?;
-            let h = net.linear(h, &format!("blk.{l}.ffn_down"), g.width)?;
+            let h = self.feed_forward(net, l, h)?;
             x = net.add(x, h)?;
         }
         net.leave_layers();

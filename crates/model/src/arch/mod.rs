@@ -4,12 +4,14 @@
 mod gemma3;
 mod llama;
 mod qwen2;
+mod qwen3;
 mod qwen35;
+mod qwen3moe;
 
 use gguf::Metadata;
-use graph::{NodeId, Shape};
+use graph::{GluKind, NodeId, Shape};
 
-use crate::{Error, Net, Result};
+use crate::{Error, Experts, Net, Result};
 
 /// What the rest of the engine needs to know about a model's shape.
 #[derive(Clone, PartialEq, Debug)]
@@ -60,7 +62,9 @@ pub const ARCHITECTURES: &[(&str, Read)] = &[
     ("gemma3", gemma3::read),
     ("llama", llama::read),
     ("qwen2", qwen2::read),
+    ("qwen3", qwen3::read),
     ("qwen35", qwen35::read),
+    ("qwen3moe", qwen3moe::read),
 ];
 
 /// The architecture of a file.
@@ -181,6 +185,29 @@ impl<'a> Hyper<'a> {
             }
             Some(other) => Err(self.bad(key, other, &format!("an array of {layers} bool"))),
         }
+    }
+
+    /// The routed experts of each layer; `None` for a dense model.
+    pub(crate) fn experts(&self, activation: GluKind) -> Result<Option<Experts>> {
+        if self.metadata.opt_u32(&self.key("expert_count"))?.unwrap_or(0) == 0 {
+            return Ok(None);
+        }
+        let (count, used) = (self.count("expert_count")?, self.count("expert_used_count")?);
+        if used > count {
+            let wanted = format!("at most the {count} experts there are");
+            return Err(self.bad("expert_used_count", used, &wanted));
+        }
+        let inner = "expert_feed_forward_length";
+        let width = match self.metadata.get(&self.key(inner)) {
+            Some(_) => self.count(inner)?,
+            None => self.count("feed_forward_length")?,
+        };
+        // As llama.cpp reads it: 0 is no scale.
+        let scale = match self.real_or("expert_weights_scale", 0.0)? {
+            0.0 => 1.0,
+            scale => scale,
+        };
+        Ok(Some(Experts { count, used, width, scale, activation }))
     }
 
     /// The fields every attention model has, its head counts checked against each other.

@@ -4,10 +4,12 @@
 use gguf::Metadata;
 use graph::RopeStyle;
 
-use super::{Architecture, Hyper, llama};
+use super::llama::{Llama, Variant};
+use super::{Architecture, Hyper};
 use crate::Result;
 
 /// Qwen 2 from `qwen2.*` keys.
 pub(super) fn read(metadata: &Metadata, vocab: usize) -> Result<Box<dyn Architecture>> {
-    llama::with_style(&Hyper::new(metadata, "qwen2"), vocab, RopeStyle::Halves)
+    let variant = Variant { style: RopeStyle::Halves, norm_heads: false };
+    Ok(Box::new(Llama::dense(&Hyper::new(metadata, "qwen2"), vocab, variant)?))
 }

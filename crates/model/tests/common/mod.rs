@@ -30,8 +30,8 @@ pub fn tokens(seed: u64, n: usize) -> Vec<u32> {
 
 /// An adapter on every projection of the layers, whose B is not zero.
 pub fn adapter(model: &Model, rank: usize, seed: u64) -> Arc<Adapter> {
-    let all = model.projections();
-    let targets: Vec<String> = all.into_iter().filter(|n| n.starts_with("blk.")).collect();
+    let all = model.projections().keys();
+    let targets: Vec<String> = all.filter(|n| n.starts_with("blk.")).cloned().collect();
     let mut adapter = Adapter::fresh(model, &targets, rank, 2.0 * rank as f32, seed).unwrap();
     let mut random = Random::new(seed);
     for pair in adapter.tensors.values_mut() {

@@ -157,6 +157,10 @@ pub(crate) fn compute(
         Op::LoraBack { slots, wrt, slot } => {
             product::lora_back(operands, *slots, *wrt, *slot, shape)
         }
+        Op::LoraExperts { slots } => product::lora_experts(operands, *slots),
+        Op::LoraExpertsBack { slots, wrt, slot } => {
+            product::lora_experts_back(operands, *slots, *wrt, *slot, shape)
+        }
         Op::Attention(attrs) => attention::forward(operands, attrs, shape),
         Op::AttentionStats(attrs) => attention::stats(operands, attrs, shape),
         Op::AttentionBack { attrs, wrt } => attention::back(operands, attrs, *wrt, shape),

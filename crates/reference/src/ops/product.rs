@@ -162,3 +162,85 @@ pub(super) fn lora_back(
     }
     operands.made(shape, out)
 }
+
+/// `m x` for expert `e` of a stack of matrices.
+fn stack_times(m: Floats<'_>, e: usize, x: &[f64]) -> Vec<f64> {
+    let rows = m.dim(1);
+    (0..rows).map(|r| m.row(e * rows + r).iter().zip(x).map(|(m, x)| m * x).sum()).collect()
+}
+
+/// `m^T x` for expert `e` of a stack of matrices.
+fn stack_transposed_times(m: Floats<'_>, e: usize, x: &[f64]) -> Vec<f64> {
+    let (rows, cols) = (m.dim(1), m.dim(2));
+    let term = |c: usize, r: usize| m.row(e * rows + r)[c] * x[r];
+    (0..cols).map(|c| (0..rows).map(|r| term(c, r)).sum()).collect()
+}
+
+pub(super) fn lora_experts(operands: Operands<'_>, slots: usize) -> Out {
+    let (x, base) = (operands.floats(0)?, operands.floats(1)?);
+    let (rows, ids) = (operands.ints(2)?, operands.ints(3)?);
+    let mut out = operands.zeros(base.shape)?;
+    out.copy_from_slice(base.data);
+    let (used, n, slots) = (base.dim(1), base.dim(2), slots_of(operands, rows, slots)?);
+    let experts = operands.floats(4)?.dim(0);
+    for (pair, &id) in ids.data.iter().enumerate() {
+        let expert = operands.index(id, experts, "expert")?;
+        let Some(slot) = slots[pair / used] else { continue };
+        let (a, b, scale) = adapter(operands, 4, slot)?;
+        let hidden = stack_times(a, expert, choice(x, pair / used, pair % used));
+        for (i, delta) in stack_times(b, expert, &hidden).into_iter().enumerate() {
+            out[pair * n + i] += scale * delta;
+        }
+    }
+    operands.made(base.shape, out)
+}
+
+pub(super) fn lora_experts_back(
+    operands: Operands<'_>,
+    slots: usize,
+    wrt: LoraOperand,
+    slot: usize,
+    shape: Shape,
+) -> Out {
+    let mut out = operands.zeros(shape)?;
+    let cols = shape.cols();
+    if wrt == LoraOperand::X {
+        let (dy, rows, ids) = (operands.floats(0)?, operands.ints(1)?, operands.ints(2)?);
+        let (used, slots) = (dy.dim(1), slots_of(operands, rows, slots)?);
+        let experts = operands.floats(3)?.dim(0);
+        for (pair, &id) in ids.data.iter().enumerate() {
+            let expert = operands.index(id, experts, "expert")?;
+            let Some(slot) = slots[pair / used] else { continue };
+            let (a, b, scale) = adapter(operands, 3, slot)?;
+            let hidden = stack_transposed_times(b, expert, dy.row(pair));
+            let dx = stack_transposed_times(a, expert, &hidden);
+            for (i, dx) in dx.into_iter().enumerate() {
+                out[pair * cols + i] = scale * dx;
+            }
+        }
+        return operands.made(shape, out);
+    }
+    let (x, dy) = (operands.floats(0)?, operands.floats(1)?);
+    let (rows, ids) = (operands.ints(2)?, operands.ints(3)?);
+    let (other, scale) = (operands.floats(4)?, operands.floats(5)?.data[0]);
+    let (used, slots) = (dy.dim(1), slots_of(operands, rows, slots)?);
+    for (pair, &id) in ids.data.iter().enumerate() {
+        let expert = operands.index(id, shape.dim(0), "expert")?;
+        if slots[pair / used] != Some(slot) {
+            continue;
+        }
+        let (x, dy) = (choice(x, pair / used, pair % used), dy.row(pair));
+        // The gradient of this place is the outer product left x right.
+        let (left, right) = if wrt == LoraOperand::A {
+            (stack_transposed_times(other, expert, dy), x.to_vec())
+        } else {
+            (dy.to_vec(), stack_times(other, expert, x))
+        };
+        for (i, l) in left.iter().enumerate() {
+            for (j, r) in right.iter().enumerate() {
+                out[(expert * shape.dim(1) + i) * cols + j] += scale * l * r;
+            }
+        }
+    }
+    operands.made(shape, out)
+}

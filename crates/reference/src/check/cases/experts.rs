@@ -1,7 +1,7 @@
 //! Cases of products with chosen experts, and of the router that chooses them.
 
 use gguf::TensorType;
-use graph::{DType, NodeId, Op};
+use graph::{DType, LoraOperand, NodeId, Op};
 
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
@@ -168,4 +168,170 @@ pub fn expert_outer(c: &mut Cases) {
         let ids = g.ints("ids", &[2, 2], &[0, 1, 3, 2])?;
         g.graph.push(Op::ExpertOuter { experts: 3 }, &[a, b, ids], "y")
     });
+}
+
+/// Rows that chose experts, and adapters of these.
+#[derive(Copy, Clone)]
+struct Adapted {
+    /// Rows, choices of a row, experts, outputs, inputs.
+    sizes: [usize; 5],
+    /// Vectors of `x` for each row.
+    own: usize,
+    ranks: &'static [usize],
+    /// Slots of the rows, over and over.
+    slots: &'static [i32],
+}
+
+/// Operands of adapted experts.
+struct Operands {
+    x: NodeId,
+    /// `base` or `dy`.
+    y: NodeId,
+    rows: NodeId,
+    ids: NodeId,
+    /// `A`, `B` and the scale of each slot.
+    slots: Vec<[NodeId; 3]>,
+}
+
+impl Adapted {
+    const MIXED: Adapted =
+        Adapted { sizes: [9, 2, 4, 7, 6], own: 1, ranks: &[1, 5, 3], slots: &[0, 2, -1, 1, 2] };
+
+    fn all() -> Vec<(String, Adapted)> {
+        let mut list = Vec::new();
+        for sizes @ [t, u, e, n, k] in SIZES.into_iter().chain([[150, 1, 2, 5, 20]]) {
+            for own in [1, u].into_iter().take(if u == 1 { 1 } else { 2 }) {
+                let name = format!("{t} rows {own} x {k}, {u} of {e} experts, {n} out");
+                list.push((name, Adapted { sizes, own, ranks: &[3], slots: &[0] }));
+            }
+        }
+        let (mixed, pair): (_, &[usize]) = (Adapted::MIXED, &[2, 4]);
+        list.extend([
+            ("ragged ranks".into(), mixed),
+            ("a row for each choice".into(), Adapted { own: 2, ..mixed }),
+            ("many ranks".into(), Adapted { ranks: &[21], slots: &[0, -1], ..mixed }),
+            ("a slot without rows".into(), Adapted { ranks: pair, slots: &[1, 1, -1], ..mixed }),
+            ("no row has an adapter".into(), Adapted { ranks: &[3], slots: &[-1], ..mixed }),
+            ("wide".into(), Adapted { sizes: [3, 2, 3, 600, 40], ranks: pair, ..mixed_slots() }),
+            ("deep".into(), Adapted { sizes: [4, 2, 3, 20, 600], ranks: pair, ..mixed_slots() }),
+            ("many experts".into(), Adapted { sizes: [5, 3, 40, 8, 9], ..mixed }),
+            ("many rows".into(), Adapted { sizes: [90, 2, 3, 18, 9], own: 2, ..mixed }),
+        ]);
+        list
+    }
+
+    fn operands(&self, g: &mut CaseGraph, y: &str, fill: Fill) -> Result<Operands, graph::Invalid> {
+        let [t, u, e, n, k] = self.sizes;
+        let (x, y) = (g.float("x", &[t, self.own, k], fill)?, g.float(y, &[t, u, n], fill)?);
+        let of: Vec<i32> = self.slots.iter().copied().cycle().take(t).collect();
+        let rows = g.ints("rows", &[t], &of)?;
+        let ids = choose(g, t, u, e)?;
+        let mut slots = Vec::new();
+        for (s, &rank) in self.ranks.iter().enumerate() {
+            let a = g.float(&format!("a{s}"), &[e, rank, k], fill)?;
+            let b = g.float(&format!("b{s}"), &[e, n, rank], fill)?;
+            // Neither 1 nor the same: a scale that is dropped or swapped shows.
+            let scale = g.given(&format!("scale{s}"), &[1], &[0.75 + 1.5 * s as f32])?;
+            let refused = g.refused();
+            g.expect(scale, refused);
+            slots.push([a, b, scale]);
+        }
+        Ok(Operands { x, y, rows, ids, slots })
+    }
+}
+
+/// Two slots, and rows without one.
+fn mixed_slots() -> Adapted {
+    Adapted { slots: &[1, 0, -1, 0], ..Adapted::MIXED }
+}
+
+pub fn lora_experts(c: &mut Cases) {
+    let push = |g: &mut CaseGraph, of: &Operands| {
+        let mut args = vec![of.x, of.y, of.rows, of.ids];
+        args.extend(of.slots.iter().flatten());
+        g.graph.push(Op::LoraExperts { slots: of.slots.len() }, &args, "y")
+    };
+    for (name, adapted) in Adapted::all() {
+        c.add(name, move |g| {
+            // Positive: gradients are sums, which must not cancel.
+            g.cotangents(Fill::POSITIVE);
+            let of = adapted.operands(g, "base", Fill::POSITIVE)?;
+            push(g, &of)
+        });
+    }
+    for view in View::STRIDED {
+        c.add(format!("{view:?}"), move |g| {
+            g.cotangents(Fill::POSITIVE);
+            let x = g.viewed("x", &[5, 2, 6], view, Fill::POSITIVE)?;
+            let base = g.viewed("base", &[5, 2, 7], view, Fill::POSITIVE)?;
+            let rows = g.ints("rows", &[5], &[0, -1, 0, 0, 0])?;
+            let ids = choose(g, 5, 2, 4)?;
+            let a = g.float("a", &[4, 3, 6], Fill::POSITIVE)?;
+            let b = g.float("b", &[4, 7, 3], Fill::POSITIVE)?;
+            let scale = g.given("scale", &[1], &[-1.25])?;
+            g.expect(scale, Expected::Nothing);
+            g.cotangent_viewed(&[5, 2, 7], view)?;
+            g.graph.push(Op::LoraExperts { slots: 1 }, &[x, base, rows, ids, a, b, scale], "y")
+        });
+    }
+    c.add("after Q8_0 experts", |g| {
+        let x = g.float("x", &[9, 1, 64], Fill::Signed)?;
+        let w = g.weight("w", &[3, 24, 64], DType::Block(TensorType::Q8_0))?;
+        g.expect(w, Expected::Nothing);
+        let ids = choose(g, 9, 2, 3)?;
+        g.expect(ids, Expected::Nothing);
+        let base = g.graph.project_experts(x, w, ids)?;
+        let rows = g.ints("rows", &[9], &[0, 0, -1, 0, 0, 0, 0, -1, 0])?;
+        let a = g.float("a", &[3, 4, 64], Fill::Signed)?;
+        let b = g.float("b", &[3, 24, 4], Fill::Signed)?;
+        let scale = g.given("scale", &[1], &[0.5])?;
+        let refused = g.refused();
+        g.expect(scale, refused);
+        g.graph.push(Op::LoraExperts { slots: 1 }, &[x, base, rows, ids, a, b, scale], "y")
+    });
+    for slot in [3, i32::MAX] {
+        c.add_outside(format!("slot {slot} of 3"), move |g| {
+            let mut of = Adapted::MIXED.operands(g, "base", Fill::Signed)?;
+            of.rows = g.ints("others", &[9], &[0, 1, slot, 0, 0, -1, 0, 2, 0])?;
+            push(g, &of)
+        });
+    }
+    for id in [-1, 4, i32::MAX] {
+        c.add_outside(format!("expert {id} of 4"), move |g| {
+            let mut of = Adapted::MIXED.operands(g, "base", Fill::Signed)?;
+            let mut ids = [0; 18];
+            ids[11] = id;
+            of.ids = g.ints("others", &[9, 2], &ids)?;
+            push(g, &of)
+        });
+    }
+}
+
+pub fn lora_experts_back(c: &mut Cases) {
+    for (name, adapted) in Adapted::all() {
+        for wrt in [LoraOperand::X, LoraOperand::A, LoraOperand::B] {
+            for slot in 0..if wrt == LoraOperand::X { 1 } else { adapted.ranks.len() } {
+                c.add(format!("{wrt:?} of slot {slot}, {name}"), move |g| {
+                    let of = adapted.operands(g, "dy", Fill::POSITIVE)?;
+                    g.expect_all(Expected::Nothing);
+                    let refused = g.refused();
+                    for operand in [of.y, of.rows, of.ids] {
+                        g.expect(operand, refused);
+                    }
+                    let [a, b, scale] = of.slots[slot];
+                    let args = match wrt {
+                        LoraOperand::X => {
+                            let mut args = vec![of.y, of.rows, of.ids];
+                            args.extend(of.slots.iter().flatten());
+                            args
+                        }
+                        LoraOperand::A => vec![of.x, of.y, of.rows, of.ids, b, scale],
+                        LoraOperand::B => vec![of.x, of.y, of.rows, of.ids, a, scale],
+                    };
+                    let slots = of.slots.len();
+                    g.graph.push(Op::LoraExpertsBack { slots, wrt, slot }, &args, "y")
+                });
+            }
+        }
+    }
 }

@@ -120,6 +120,8 @@ ops! {
     Op::ExpertOuter { .. } => "ExpertOuter", experts::expert_outer;
     Op::Lora { .. } => "Lora", product::lora;
     Op::LoraBack { .. } => "LoraBack", product::lora_back;
+    Op::LoraExperts { .. } => "LoraExperts", experts::lora_experts;
+    Op::LoraExpertsBack { .. } => "LoraExpertsBack", experts::lora_experts_back;
     Op::Attention(_) => "Attention", attention::attention;
     Op::AttentionStats(_) => "AttentionStats", attention::stats;
     Op::AttentionBack { .. } => "AttentionBack", attention::back;

@@ -21,23 +21,25 @@ pub(super) fn weight(family: Family) -> usize {
         Family::Affine | Family::Clamp | Family::Glu | Family::Sum | Family::Broadcast => 10,
         Family::Pad | Family::Concat => 8,
         Family::Fill | Family::Copy | Family::Round | Family::QuantizeRows => 3,
+        // One family of many ops.
+        Family::GluBack => 4,
         Family::Cast => 5,
         Family::Gather | Family::ScatterAdd => 8,
         Family::RmsNorm | Family::Rope | Family::Lora | Family::CrossEntropy => 8,
         Family::MatMul => 16,
         Family::MatMulExperts | Family::SsmConv | Family::SsmScan | Family::GatedDeltaRule => 6,
-        Family::SsmConvState => 4,
+        Family::SsmConvState | Family::LoraExperts => 4,
         Family::Attention => 6,
         Family::RopeTable => 2,
         Family::Softmax | Family::Norm | Family::TopK => 8,
         Family::CumSum | Family::LogSoftmax => 5,
         Family::ClampBack
-        | Family::GluBack
         | Family::SoftmaxBack
         | Family::SoftmaxSinkBack
         | Family::NormBack
         | Family::RmsNormBack
         | Family::LoraBack
+        | Family::LoraExpertsBack
         | Family::AttentionStats
         | Family::AttentionBack
         | Family::ExpertOuter
@@ -353,6 +355,32 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             let other = if wrt == LoraOperand::A { [n, rank] } else { [rank, k] };
             let (other, scale) = (m.like(&other)?, m.like(&[1])?);
             m.push(Op::LoraBack { slots, wrt, slot }, &[x, dy, ids, other, scale])
+        }
+        Family::LoraExperts => {
+            let c = chosen(m)?;
+            let own = m.either(1, c.used);
+            let x = m.like(&[c.rows, own, c.k])?;
+            let base = m.like(&[c.rows, c.used, c.n])?;
+            let mut args = vec![x, base, c.of, c.ids];
+            expert_slots(m, &mut args, &c)?;
+            m.push(Op::LoraExperts { slots: c.slots }, &args)
+        }
+        Family::LoraExpertsBack => {
+            let c = chosen(m)?;
+            let dy = m.like(&[c.rows, c.used, c.n])?;
+            let wrt = m.pick(&[LoraOperand::X, LoraOperand::A, LoraOperand::B])?;
+            let (slots, slot) = (c.slots, m.below(c.slots));
+            if wrt == LoraOperand::X {
+                let mut args = vec![dy, c.of, c.ids];
+                expert_slots(m, &mut args, &c)?;
+                return m.push(Op::LoraExpertsBack { slots, wrt, slot: 0 }, &args);
+            }
+            let (rank, own) = (1 + m.below(3), m.either(1, c.used));
+            let x = m.like(&[c.rows, own, c.k])?;
+            let other = if wrt == LoraOperand::A { [c.n, rank] } else { [rank, c.k] };
+            let (other, scale) = (m.like(&[c.experts, other[0], other[1]])?, m.like(&[1])?);
+            let args = [x, dy, c.of, c.ids, other, scale];
+            m.push(Op::LoraExpertsBack { slots, wrt, slot }, &args)
         }
         Family::Attention => {
             let a = attention(m)?;
@@ -677,6 +705,36 @@ fn lora_slots(
     for _ in 0..slots {
         let rank = 1 + m.below(4);
         args.extend([m.like(&[rank, k])?, m.like(&[n, rank])?, m.like(&[1])?]);
+    }
+    Some(())
+}
+
+/// Rows that chose experts and adapters of them.
+struct Chosen {
+    rows: usize,
+    used: usize,
+    experts: usize,
+    k: usize,
+    n: usize,
+    slots: usize,
+    /// The slot of each row.
+    of: NodeId,
+    ids: NodeId,
+}
+
+fn chosen(m: &mut Maker) -> Option<Chosen> {
+    let (rows, used, experts) = (m.size().min(7), 1 + m.below(3), 1 + m.below(4));
+    let (k, n, slots) = (1 + m.below(5), 1 + m.below(5), 1 + m.below(2));
+    let of = m.ids(rows, slots, true)?;
+    let ids = m.ids_of(&[rows, used], experts)?;
+    Some(Chosen { rows, used, experts, k, n, slots, of, ids })
+}
+
+fn expert_slots(m: &mut Maker, args: &mut Vec<NodeId>, c: &Chosen) -> Option<()> {
+    for _ in 0..c.slots {
+        let rank = 1 + m.below(3);
+        let (a, b) = (m.like(&[c.experts, rank, c.k])?, m.like(&[c.experts, c.n, rank])?);
+        args.extend([a, b, m.like(&[1])?]);
     }
     Some(())
 }

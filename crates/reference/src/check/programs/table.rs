@@ -23,8 +23,8 @@ families! {
     Leaf, Binary, Unary, Affine, Clamp, ClampBack, Fill, Glu, GluBack, Sum, CumSum, TopK,
     Broadcast, Reshape, Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather,
     ScatterAdd, Softmax, SoftmaxBack, SoftmaxSinkBack, LogSoftmax, Norm, NormBack, RmsNorm,
-    RmsNormBack, RopeTable, Rope, MatMul, MatMulExperts, ExpertOuter, Lora, LoraBack, Attention,
-    AttentionStats, AttentionBack, SsmConv, SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
+    RmsNormBack, RopeTable, Rope, MatMul, MatMulExperts, ExpertOuter, Lora, LoraBack,
+    LoraExperts, LoraExpertsBack, Attention, AttentionStats, AttentionBack, SsmConv, SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
     SsmScanBack, GatedDeltaRule, GatedDeltaRuleBack, CrossEntropy, CrossEntropyBack,
 }
 
@@ -70,6 +70,8 @@ pub(super) fn family(op: &Op) -> Family {
         Op::ExpertOuter { .. } => Family::ExpertOuter,
         Op::Lora { .. } => Family::Lora,
         Op::LoraBack { .. } => Family::LoraBack,
+        Op::LoraExperts { .. } => Family::LoraExperts,
+        Op::LoraExpertsBack { .. } => Family::LoraExpertsBack,
         Op::Attention(_) => Family::Attention,
         Op::AttentionStats(_) => Family::AttentionStats,
         Op::AttentionBack { .. } => Family::AttentionBack,
@@ -128,6 +130,7 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::SsmConvState => i == 2,
         Op::SsmScan | Op::GatedDeltaRule(_) => i == 6,
         Op::Lora { .. } => i == 2 || (i > 2 && i % 3 == 2),
+        Op::LoraExperts { .. } => i == 2 || i == 3 || (i > 3 && i % 3 == 0),
         // Sequences, and the table of pages, which is the last.
         Op::Attention(attrs) => i == 3 || (attrs.prefix && i + 1 == node.args.len()),
         // Labels, and weights.
@@ -139,6 +142,7 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         | Op::NormBack { .. }
         | Op::RmsNormBack { .. }
         | Op::LoraBack { .. }
+        | Op::LoraExpertsBack { .. }
         | Op::AttentionStats(_)
         | Op::AttentionBack { .. }
         | Op::ExpertOuter { .. }
@@ -262,6 +266,7 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::SsmScan
         | Op::GatedDeltaRule(_)
         | Op::Lora { .. }
+        | Op::LoraExperts { .. }
         | Op::Attention(_)
         | Op::CrossEntropy(_)
         // Gradients have no gradient: nothing that moves passes through them.
@@ -272,6 +277,7 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::NormBack { .. }
         | Op::RmsNormBack { .. }
         | Op::LoraBack { .. }
+        | Op::LoraExpertsBack { .. }
         | Op::AttentionStats(_)
         | Op::AttentionBack { .. }
         | Op::ExpertOuter { .. }
