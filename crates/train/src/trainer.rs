@@ -467,8 +467,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 }
 
+/// A name for projections, and which they are.
+type Kind = (&'static str, fn(&str, &Projection) -> bool);
+
 /// Patterns of targets that are no part of a tensor's name.
-const KINDS: [(&str, fn(&str, &Projection) -> bool); 5] = [
+const KINDS: [Kind; 5] = [
     ("all", |_, _| true),
     ("attn", |name, _| name.contains(".attn_")),
     ("ffn", |name, _| name.contains(".ffn_")),
@@ -494,7 +497,7 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
         };
         let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
         if matches.is_empty() {
-            let of_model = |(_, of_kind): &&(&str, fn(&str, &Projection) -> bool)| {
+            let of_model = |(_, of_kind): &&Kind| {
                 projections.iter().any(|(name, projection)| of_kind(name, projection))
             };
             let names: BTreeSet<&str> =
