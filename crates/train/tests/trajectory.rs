@@ -33,7 +33,12 @@ fn config() -> TrainConfig {
         accumulate: 2,
         clip: 1.0,
         seed: 0,
-        graph: GraphConfig { rows: 64, cache: DType::F32, recompute: Recompute::None },
+        graph: GraphConfig {
+            rows: 64,
+            cache: DType::F32,
+            recompute: Recompute::None,
+            ..GraphConfig::default()
+        },
     }
 }
 
