@@ -370,7 +370,7 @@ impl<'a> Net<'a> {
     /// # Errors
     /// When a tensor is missing or of another shape.
     pub fn experts(&mut self, x: NodeId, name: &str, experts: &Experts) -> Result<NodeId> {
-        const LEAST_SUM: f32 = 6.103_515_625e-5;
+        const LEAST_SUM: f32 = 1.0 / 16_384.0;
         let Experts { count, used, width, scale, activation } = *experts;
         let logits = self.linear(x, &format!("{name}_gate_inp"), count)?;
         // The names of llama.cpp's nodes.

@@ -95,7 +95,7 @@ pub enum Event {
     },
     /// After each pass over the data.
     Epoch {
-        /// From 1.
+        /// From 1; 0 is before the first step, see [`Trainer::measure_first`].
         epoch: u64,
         /// Mean loss per weight of its tokens, each before its step, in nats.
         loss: f64,
@@ -175,6 +175,7 @@ pub struct Trainer<M> {
     epoch_loss: (f64, f64),
     last_loss: f64,
     work: Work,
+    measure_first: bool,
 }
 
 impl<M: Deref<Target = Model>> Trainer<M> {
@@ -225,6 +226,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             epoch_loss: (0.0, 0.0),
             last_loss: f64::NAN,
             work: Work::Done,
+            measure_first: false,
         })
     }
 
@@ -281,9 +283,17 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         self.examples = examples;
         self.next = (0, 0);
-        self.work = Work::Next;
+        self.work = match self.measure_first {
+            true => Work::HeldOut { window: 0, pass: None, loss: 0.0 },
+            false => Work::Next,
+        };
         let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
         Ok(Event::Start { steps: self.steps, parameters, arena_bytes, scratch_bytes })
+    }
+
+    /// What is held out is measured before the first step too, and reported as epoch 0.
+    pub fn measure_first(&mut self) {
+        self.measure_first = true;
     }
 
     /// Bytes that a run takes beside the model: arenas, what crosses between devices, and five
@@ -372,7 +382,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
 
     fn end_of_epoch(&mut self, held_out: Option<f64>) -> Event {
         let (loss, weight) = std::mem::take(&mut self.epoch_loss);
-        self.next = (self.next.0 + 1, 0);
+        let first = self.next == (0, 0);
+        self.next = (self.next.0 + usize::from(!first), 0);
         self.work = Work::Next;
         Event::Epoch { epoch: self.next.0 as u64, loss: loss / weight, held_out }
     }
@@ -456,8 +467,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 }
 
+/// A name for projections, and which they are.
+type Kind = (&'static str, fn(&str, &Projection) -> bool);
+
 /// Patterns of targets that are no part of a tensor's name.
-const KINDS: [(&str, fn(&str, &Projection) -> bool); 5] = [
+const KINDS: [Kind; 5] = [
     ("all", |_, _| true),
     ("attn", |name, _| name.contains(".attn_")),
     ("ffn", |name, _| name.contains(".ffn_")),
@@ -483,7 +497,7 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
         };
         let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
         if matches.is_empty() {
-            let of_model = |(_, of_kind): &&(&str, fn(&str, &Projection) -> bool)| {
+            let of_model = |(_, of_kind): &&Kind| {
                 projections.iter().any(|(name, projection)| of_kind(name, projection))
             };
             let names: BTreeSet<&str> =
