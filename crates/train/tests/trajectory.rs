@@ -107,10 +107,10 @@ fn every_cpu_family_walks_as_pytorch_does() {
     }
 }
 
-/// The hybrid's walk is chaotic: what differs by one f32 step at first differs by as much
-/// again in norms, and by 2e-3 in the adapter, at the end, also where everything between is computed in
-/// f64. So no program that keeps adapters in f32 follows PyTorch's f64 walk to the end; it is
-/// followed for as long as it can be, and the end is as near as a nudge's.
+/// The hybrid's walk is chaotic: two that begin one f32 step apart end with norms as different
+/// again and adapters 2e-3 apart, also where all between is computed in f64. So no program that
+/// keeps adapters in f32 follows PyTorch's f64 walk to the end; it is followed for as long as it
+/// can be, and the end is as near as a nudge's.
 #[test]
 fn a_hybrid_walks_as_pytorch_does_as_far_as_f32_goes() {
     let arch = "qwen3_5";
