@@ -127,6 +127,11 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         std::iter::once(self.model.device().as_ref()).chain(fallback).collect()
     }
 
+    /// Rows of the model's embedding table: every token is below.
+    pub(crate) fn vocab(&self) -> usize {
+        self.model.geometry().vocab
+    }
+
     /// Most sequences a window may hold.
     pub fn most_sequences(&self) -> usize {
         let geometry = self.model.geometry();

@@ -254,6 +254,16 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// An example that does not fit a window; the refusal.
     pub fn load(&mut self, examples: Vec<Example>, held_out: Vec<Example>) -> Result<Event> {
+        let vocab = self.gradients.vocab();
+        for (i, example) in examples.iter().chain(&held_out).enumerate() {
+            if let Some(bad) = example.tokens.iter().find(|&&t| t as usize >= vocab) {
+                let message = format!(
+                    "example {}: token {bad} is outside of the vocabulary of {vocab}",
+                    i + 1
+                );
+                return Err(Error::Data(message));
+            }
+        }
         let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
         let mut order: Vec<usize> = (0..examples.len()).collect();
         let (rows, most) = (self.config.graph.rows, self.gradients.most_sequences());
