@@ -10,7 +10,7 @@ use gguf::Metadata;
 use graph::{GatedDeltaAttrs, GluKind, KeyHeads, NodeId, RopeAngles, RopeStyle, Shape, Unary};
 
 use super::{Architecture, AttentionShape, Geometry, Hyper, head};
-use crate::{Error, Experts, Net, Result};
+use crate::{Experts, Net, Result};
 
 /// Added to the sum of squares of a key or query, as the model's own code has it.
 const L2_EPS: f32 = 1e-6;
@@ -49,27 +49,23 @@ impl DeltaNet {
         let inner = hyper.count("ssm.inner_size")?;
         let value_heads = hyper.count("ssm.time_step_rank")?;
         let key_heads = hyper.count("ssm.group_count")?;
-        if !inner.is_multiple_of(value_heads) || !value_heads.is_multiple_of(key_heads) {
-            return Err(Error::new(format!(
-                "a delta net of width {inner} with {value_heads} value and {key_heads} key heads: \
-                 the width must be a multiple of the value heads, and those of the key heads"
-            )));
+        let (key_width, taps) = (hyper.count("ssm.state_size")?, hyper.count("ssm.conv_kernel")?);
+        if !inner.is_multiple_of(value_heads) {
+            let wanted = format!("a divisor of the inner width {inner}");
+            return Err(hyper.bad("ssm.time_step_rank", value_heads, &wanted));
         }
-        let net = DeltaNet {
-            key_heads,
-            value_heads,
-            key_width: hyper.count("ssm.state_size")?,
-            value_width: inner / value_heads,
-            taps: hyper.count("ssm.conv_kernel")?,
-        };
-        if net.taps > 64 || net.key_width.saturating_mul(inner) > MOST_STATE {
-            return Err(Error::new(format!(
-                "a delta net with {} taps and a state of {} x {inner}: expected at most 64 taps \
-                 and 2^28 elements",
-                net.taps, net.key_width
-            )));
+        if !value_heads.is_multiple_of(key_heads) {
+            let wanted = format!("a divisor of the {value_heads} value heads");
+            return Err(hyper.bad("ssm.group_count", key_heads, &wanted));
         }
-        Ok(net)
+        if !(2..=64).contains(&taps) {
+            return Err(hyper.bad("ssm.conv_kernel", taps, "2 to 64 taps"));
+        }
+        if key_width.saturating_mul(inner) > MOST_STATE {
+            let wanted = format!("at most 2^28 elements of state with the inner width {inner}");
+            return Err(hyper.bad("ssm.state_size", key_width, &wanted));
+        }
+        Ok(DeltaNet { key_heads, value_heads, key_width, value_width: inner / value_heads, taps })
     }
 
     fn keys(&self) -> usize {
@@ -113,6 +109,11 @@ impl Qwen35 {
     fn read(hyper: &Hyper<'_>, vocab: usize, sparse: Option<Sparse>) -> Result<Qwen35> {
         hyper.refuse_nonzero("nextn_predict_layers", "multi-token prediction")?;
         let mut shape = hyper.attention(vocab)?;
+        let (key, value) = (shape.geometry.key_width, shape.geometry.value_width);
+        if key != value {
+            let wanted = format!("the width {key} of keys, of which each output has a gate");
+            return Err(hyper.bad("attention.value_length", value, &wanted));
+        }
         let delta = DeltaNet::read(hyper)?;
         let layers = shape.geometry.layers;
         let recurrent = match hyper.flags("attention.recurrent_layers", layers)? {
