@@ -21,7 +21,7 @@ const COMMANDS: [&str; 11] = [
     "check-grads",
     "dump",
 ];
-const ARCHITECTURES: [&str; 4] = ["llama", "qwen2", "gemma3", "qwen3_5"];
+const ARCHITECTURES: [&str; 5] = ["llama", "qwen2", "gemma3", "qwen3_5", "qwen3_5_moe"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

@@ -9,7 +9,8 @@ use crate::{Random, fixture};
 /// A random model: 2 layers, width 256 (so that every block format fits its rows).
 #[derive(Clone, Debug)]
 pub struct Toy {
-    /// `llama`, `qwen2`, `gemma3` or `qwen35` (a delta net, then attention).
+    /// `llama`, `qwen2`, `gemma3`, `qwen35` (a delta net, then attention) or `qwen35moe` (the same
+    /// with experts).
     pub arch: &'static str,
     /// Format of every matrix.
     pub ty: TensorType,
@@ -27,6 +28,10 @@ const LAYERS: usize = 2;
 /// Of delta nets: taps of the convolution, and the width of keys.
 const TAPS: usize = 4;
 const STATE: usize = 32;
+/// Of mixtures: experts, how many a row uses, and the width of each.
+const EXPERTS: usize = 8;
+const USED: usize = 3;
+const EXPERT: usize = 256;
 
 impl Toy {
     /// A llama of 4 query and 2 key heads.
@@ -66,6 +71,10 @@ impl Toy {
             ("ssm.group_count", self.kv_heads),
             ("ssm.time_step_rank", self.heads),
             ("ssm.inner_size", WIDTH),
+            ("expert_count", if arch == "qwen35moe" { EXPERTS } else { 0 }),
+            ("expert_used_count", USED),
+            ("expert_feed_forward_length", EXPERT),
+            ("expert_shared_feed_forward_length", EXPERT),
         ] {
             metadata.insert(format!("{arch}.{key}"), Value::U32(value as u32));
         }
@@ -75,14 +84,15 @@ impl Toy {
         let mut random = Random::new(self.seed);
         let mut tensors: Vec<(TensorInfo, Cow<'static, [u8]>)> = Vec::new();
         let mut matrix = |name: String, shape: &[usize], random: &mut Random| {
-            let bytes = random_blocks(self.ty, shape[0], shape[1], random);
+            let (cols, rows) = (shape[shape.len() - 1], shape[..shape.len() - 1].iter().product());
+            let bytes = random_blocks(self.ty, rows, cols, random);
             TensorInfo::new(name, self.ty, shape).map(|info| tensors.push((info, bytes.into())))
         };
         let kv = self.kv_heads * head;
         let channels = 2 * self.kv_heads * STATE + WIDTH;
         matrix("token_embd.weight".into(), &[vocab, WIDTH], &mut random)?;
+        let hybrid = arch.starts_with("qwen35");
         for l in 0..LAYERS {
-            let hybrid = arch == "qwen35";
             let mixer = match l {
                 0 if hybrid => vec![
                     ("attn_qkv", channels, WIDTH),
@@ -98,7 +108,28 @@ impl Toy {
                     ("attn_output", WIDTH, WIDTH),
                 ],
             };
-            let ffn = [("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)];
+            let ffn = match arch {
+                "qwen35moe" => vec![
+                    ("ffn_gate_inp", EXPERTS, WIDTH),
+                    ("ffn_gate_shexp", EXPERT, WIDTH),
+                    ("ffn_up_shexp", EXPERT, WIDTH),
+                    ("ffn_down_shexp", WIDTH, EXPERT),
+                    ("ffn_gate_inp_shexp", 1, WIDTH),
+                ],
+                _ => {
+                    vec![("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)]
+                }
+            };
+            if arch == "qwen35moe" {
+                for (name, out, width) in [
+                    ("ffn_gate_exps", EXPERT, WIDTH),
+                    ("ffn_up_exps", EXPERT, WIDTH),
+                    ("ffn_down_exps", WIDTH, EXPERT),
+                ] {
+                    let name = format!("blk.{l}.{name}.weight");
+                    matrix(name, &[EXPERTS, out, width], &mut random)?;
+                }
+            }
             for (name, out, width) in mixer.into_iter().chain(ffn) {
                 matrix(format!("blk.{l}.{name}.weight"), &[out, width], &mut random)?;
             }
@@ -109,7 +140,7 @@ impl Toy {
             TensorInfo::new(name, TensorType::F32, shape)
                 .map(|info| tensors.push((info, bytes.into())))
         };
-        if arch == "qwen35" {
+        if hybrid {
             floats("blk.0.ssm_conv1d.weight".into(), &[channels, TAPS], &mut random, 0.2)?;
         }
         let mut vector = |name: String, width: usize, random: &mut Random, mean: f32| {
@@ -118,17 +149,17 @@ impl Toy {
         vector("output_norm.weight".into(), WIDTH, &mut random, 1.0)?;
         for l in 0..LAYERS {
             vector(format!("blk.{l}.attn_norm.weight"), WIDTH, &mut random, 1.0)?;
-            if arch == "qwen35" {
+            if hybrid {
                 vector(format!("blk.{l}.post_attention_norm.weight"), WIDTH, &mut random, 1.0)?;
             } else {
                 vector(format!("blk.{l}.ffn_norm.weight"), WIDTH, &mut random, 1.0)?;
             }
-            if arch == "qwen35" && l == 0 {
+            if hybrid && l == 0 {
                 vector("blk.0.ssm_a".into(), self.heads, &mut random, -0.3)?;
                 vector("blk.0.ssm_dt.bias".into(), self.heads, &mut random, -1.0)?;
                 vector("blk.0.ssm_norm.weight".into(), head, &mut random, 1.0)?;
             }
-            if arch == "qwen35" && l > 0 {
+            if hybrid && l > 0 {
                 vector(format!("blk.{l}.attn_q_norm.weight"), head, &mut random, 1.0)?;
                 vector(format!("blk.{l}.attn_k_norm.weight"), head, &mut random, 1.0)?;
             }

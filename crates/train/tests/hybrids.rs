@@ -12,8 +12,8 @@ use testkit::{Random, Toy, fixture, relative_l2};
 use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window};
 
 /// The oracle's models, and toys under their names in GGUF.
-const FIXTURES: [&str; 1] = ["qwen3_5"];
-const TOYS: [&str; 1] = ["qwen35"];
+const FIXTURES: [&str; 2] = ["qwen3_5", "qwen3_5_moe"];
+const TOYS: [&str; 2] = ["qwen35", "qwen35moe"];
 
 fn cpu() -> Arc<dyn Device> {
     Arc::new(cpu::Cpu::new(2, None).unwrap())

@@ -15,7 +15,7 @@ use model::{Adapter, Model};
 use testkit::Toy;
 use train::{Gradients, GraphConfig, Parameters, select_targets};
 
-const ARCHITECTURES: [&str; 4] = ["gemma3", "llama", "qwen2", "qwen35"];
+const ARCHITECTURES: [&str; 5] = ["gemma3", "llama", "qwen2", "qwen35", "qwen35moe"];
 
 fn verdict(model: &Model, cache: DType, parameters: &Parameters) -> String {
     let config =
@@ -48,9 +48,16 @@ fn verdicts() -> BTreeMap<String, String> {
                     let weights = [(name.to_string(), vec![0.0; n])];
                     Parameters { weights: weights.into_iter().collect(), ..Parameters::default() }
                 };
+                let matrix = match arch {
+                    "qwen35moe" => "blk.0.ffn_down_exps.weight",
+                    _ => "blk.0.ffn_down.weight",
+                };
                 let all = [
                     ("adapter", Parameters { adapter: Some(adapter), ..Parameters::default() }),
-                    ("matrix", weight("blk.0.ffn_down.weight", 256 * 512)),
+                    (
+                        "matrix",
+                        weight(matrix, model.weights().get(matrix).unwrap().shape.elements()),
+                    ),
                     ("norm", weight("blk.0.attn_norm.weight", 256)),
                 ];
                 for cache in [DType::F32, DType::F16, q8] {
