@@ -66,7 +66,7 @@ fn losses(model: &Model, config: TrainConfig) -> (train::Outcome, Vec<f64>) {
 
 #[test]
 fn every_weight_of_a_float_model_trains_and_the_file_it_makes_is_that_model() {
-    let fixtures = ["llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_5"];
+    let fixtures = ["llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"];
     let read = |arch: &str| std::fs::read(fixture(arch, "model.gguf")).unwrap();
     let mut all: Vec<(String, Vec<u8>)> =
         fixtures.iter().map(|arch| (arch.to_string(), read(arch))).collect();
