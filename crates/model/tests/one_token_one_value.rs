@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::DType;
+use model::toy::Toy;
 use model::{Engine, EngineConfig, Model, Rows, WantLogits};
-use testkit::{Random, Toy};
+use testkit::Random;
 
 const FORMATS: [TensorType; 16] = [
     TensorType::F32,
@@ -122,7 +123,9 @@ fn with_every_cache_and_architecture() {
         ("llama", TensorType::Q4_1),
         ("gemma3", TensorType::Q4K),
         ("qwen2", TensorType::Q5_0),
+        ("qwen3", TensorType::Q3K),
         ("qwen35", TensorType::Q6K),
+        ("qwen3moe", TensorType::Q4K),
     ] {
         for cache in [DType::F32, DType::F16, q8] {
             for family in families() {

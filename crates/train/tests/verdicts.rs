@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::{DType, Device, Recompute};
+use model::toy::Toy;
 use model::{Adapter, Model};
-use testkit::Toy;
 use train::{Gradients, GraphConfig, Parameters, select_targets};
 
 const ARCHITECTURES: [&str; 3] = ["gemma3", "llama", "qwen2"];
