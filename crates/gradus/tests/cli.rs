@@ -22,7 +22,8 @@ const COMMANDS: [&str; 12] = [
     "dump",
     "make-toy",
 ];
-const ARCHITECTURES: [&str; 6] = ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3"];
+const ARCHITECTURES: [&str; 7] =
+    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "qwen3_5"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

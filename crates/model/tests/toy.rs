@@ -49,12 +49,15 @@ fn a_toy_has_a_tokenizer_and_a_chat_template() {
     let options = text::Encode { add_bos: false, add_eos: false, parse_special: false };
     let ids = model.tokenizer().encode(text, options).unwrap();
     assert!(ids.len() < text.len(), "nothing was merged");
-    assert_eq!(model.tokenizer().decode(&ids, false), text);
-    let message: text::Message =
-        serde_json::from_str(r#"{"role": "user", "content": "hi"}"#).unwrap();
-    let prompt = model.template().unwrap();
-    let conversation = text::conversation(model.tokenizer(), prompt, &[message], &[]);
-    assert!(conversation.is_err() || !conversation.unwrap().ids.is_empty());
+    assert_eq!(model.tokenizer().decode(&ids, false).unwrap(), text);
+    let messages = [text::Message::new("user", "hi"), text::Message::new("assistant", "ho")];
+    let shown = model.template().unwrap().render(&messages, &[], false).unwrap();
+    assert_eq!(shown, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n");
+    // The control tokens are single ones, and the answer carries loss.
+    let made = text::conversation(model.tokenizer(), model.template().unwrap(), &messages, &[]);
+    let made = made.unwrap();
+    assert_eq!(made.ids.iter().filter(|&&id| id == 2).count(), 2);
+    assert!(made.trained.iter().any(|&t| t) && !made.trained.iter().all(|&t| t));
 }
 
 #[test]

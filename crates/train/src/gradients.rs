@@ -129,7 +129,16 @@ impl<M: Deref<Target = Model>> Gradients<M> {
 
     /// Most sequences a window may hold.
     pub fn most_sequences(&self) -> usize {
-        (self.config.rows / SEQS_PER_ROW).max(1)
+        let geometry = self.model.geometry();
+        let (rows, most) = (self.config.rows, (self.config.rows / SEQS_PER_ROW).max(1));
+        // The graph has a state for each, used or not: together no larger than what the rows of a
+        // feed-forward layer are.
+        match geometry.states.iter().map(Shape::elements).max() {
+            Some(state) if state > 0 => {
+                (rows.saturating_mul(4 * geometry.width) / state).clamp(1, most)
+            }
+            _ => most,
+        }
     }
 
     /// The plan for windows of which every row may carry loss: the largest there is.

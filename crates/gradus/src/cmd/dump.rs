@@ -190,11 +190,7 @@ fn example(i: usize, sequence: &Sequence) -> Result<Example> {
 }
 
 /// What a gradient is called in the file, and its shape.
-fn named(
-    model: &Model,
-    parameters: &Parameters,
-    leaf: &str,
-) -> Result<(String, Vec<usize>)> {
+fn named(model: &Model, parameters: &Parameters, leaf: &str) -> Result<(String, Vec<usize>)> {
     let odd = || Error::fault(format!("a gradient came back under the unknown name `{leaf}`"));
     let Some(rest) = leaf.strip_prefix("0:") else {
         let weight = model.weights().get(leaf).ok_or_else(odd)?;
