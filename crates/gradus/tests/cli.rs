@@ -742,7 +742,7 @@ fn a_toy_of_any_architecture_runs_and_trains() {
     toy(&["llama", "--width", "0"], &["width", "0"]);
     toy(&["qwen2", "--experts", "4"], &["experts", "qwen2"]);
     toy(&["qwen3moe", "--experts-used", "9"], &["experts_used", "9"]);
-    toy(&["llama", "--layers", "1000", "--ffn", "200000", "--width", "65536"], &["bytes"]);
+    toy(&["llama", "--layers", "1000", "--ffn", "204800", "--width", "65536"], &["bytes"]);
     assert!(!Path::new(&out).exists(), "a failed toy left a file");
 }
 
