@@ -43,6 +43,7 @@ enum Command {
     Bench(cmd::bench::Args),
     CheckGrads(cmd::check_grads::Args),
     Dump(cmd::dump::Args),
+    MakeToy(cmd::make_toy::Args),
 }
 
 fn execute(command: Command) -> Result<()> {
@@ -58,6 +59,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Bench(args) => cmd::bench::run(&args),
         Command::CheckGrads(args) => cmd::check_grads::run(&args),
         Command::Dump(args) => cmd::dump::run(&args),
+        Command::MakeToy(args) => cmd::make_toy::run(&args),
     }
 }
 

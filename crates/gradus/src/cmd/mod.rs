@@ -6,6 +6,7 @@ pub mod check_grads;
 pub mod demo;
 pub mod dump;
 pub mod inspect;
+pub mod make_toy;
 pub mod perplexity;
 pub mod pull;
 pub mod run;
