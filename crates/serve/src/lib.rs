@@ -18,6 +18,7 @@ mod memory;
 mod metrics;
 mod pacing;
 mod registry;
+pub mod request;
 mod run;
 mod server;
 mod status;
