@@ -13,6 +13,7 @@
 
 mod engine_loop;
 mod error;
+pub mod http;
 mod job;
 mod memory;
 mod metrics;
