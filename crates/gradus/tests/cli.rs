@@ -8,11 +8,12 @@ use std::process::{Command, Output, Stdio};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 12] = [
     "demo",
     "pull",
     "run",
     "chat",
+    "serve",
     "train",
     "inspect",
     "tokenize",

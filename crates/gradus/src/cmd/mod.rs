@@ -9,5 +9,6 @@ pub mod inspect;
 pub mod perplexity;
 pub mod pull;
 pub mod run;
+pub mod serve;
 pub mod tokenize;
 pub mod train;

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,11 +12,11 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::Response;
-use futures_util::stream;
+use futures_util::{FutureExt, stream};
 use graph::Code;
 use serde_json::{Value, json};
 
-use super::{App, caught, reply};
+use super::{App, Handled, reply};
 use crate::request::{self, Host, Reply};
 use crate::{Ask, Done, Error, Result, Said, Turn};
 
@@ -29,12 +30,12 @@ enum Kind {
     Text,
 }
 
-pub(super) async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
-    caught(&app, async { answer(&app, request, Kind::Chat).await.unwrap_or_else(|e| e) }).await
+pub(super) async fn chat(State(app): State<Arc<App>>, request: Request) -> Handled {
+    answer(&app, request, Kind::Chat).await
 }
 
-pub(super) async fn text(State(app): State<Arc<App>>, request: Request) -> Response {
-    caught(&app, async { answer(&app, request, Kind::Text).await.unwrap_or_else(|e| e) }).await
+pub(super) async fn text(State(app): State<Arc<App>>, request: Request) -> Handled {
+    answer(&app, request, Kind::Text).await
 }
 
 /// A number that nobody can guess, and that no two requests share.
@@ -54,12 +55,9 @@ impl Drop for Rendering<'_> {
     }
 }
 
-async fn answer(
-    app: &Arc<App>,
-    request: Request,
-    kind: Kind,
-) -> std::result::Result<Response, Response> {
+async fn answer(app: &Arc<App>, request: Request, kind: Kind) -> Handled {
     let served = app.served()?;
+    let (body, place) = app.body(request, request::MAX_TEXT_BODY).await?;
     let (ask, reply) = {
         let options = served.server.options();
         let most = (options.queue + options.slots) as u64;
@@ -69,7 +67,6 @@ async fn answer(
             let message = format!("{there} requests are being read, the most there may be");
             return Err(Error::new(Code::QueueFull, message).into());
         }
-        let (body, place) = app.body(request, request::MAX_TEXT_BODY).await?;
         let permit = app.renderers.clone().acquire_owned().await;
         let host = served.host.clone();
         let read = move || {
@@ -192,7 +189,15 @@ fn streamed(app: Arc<App>, turn: Turn, head: Head, reply: Reply) -> Response {
         stream.chunk(Some(json!({"role": "assistant", "content": ""})), None);
     }
     let events = stream::unfold(stream, |mut stream| async move {
-        let event = stream.next().await?;
+        let event = match AssertUnwindSafe(stream.next()).catch_unwind().await {
+            Ok(event) => event?,
+            Err(_) => {
+                let e = stream.app.panicked();
+                stream.due.clear();
+                stream.fail(&e);
+                stream.due.pop_front()?
+            }
+        };
         Some((Ok::<_, Infallible>(event), stream))
     });
     let mut response =

@@ -1,5 +1,6 @@
 //! Connections: how many, and how long they may take.
 
+use std::io::Write;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,7 +13,11 @@ use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use super::{App, refused_connection};
+use super::App;
+
+/// What a connection too many is told.
+const REFUSED: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\
+    connection: close\r\nretry-after: 1\r\n\r\n";
 
 /// Counts a connection for as long as it lives.
 struct Counted(Arc<App>);
@@ -43,7 +48,7 @@ pub(super) async fn accept(
         if app.connections.load(Ordering::Relaxed) >= app.limits.connections as u64 {
             app.refused_connections.fetch_add(1, Ordering::Relaxed);
             // Never waits; a client that takes nothing gets nothing.
-            let _ = stream.try_write(refused_connection());
+            let _ = stream.into_std().and_then(|mut stream| stream.write(REFUSED));
             continue;
         }
         app.connections.fetch_add(1, Ordering::Relaxed);

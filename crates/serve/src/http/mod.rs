@@ -11,12 +11,15 @@ mod reply;
 mod routes;
 
 use std::net::{SocketAddr, TcpListener};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::extract::Request;
+use axum::http::header::CONTENT_LENGTH;
 use axum::response::Response;
+use futures_util::{FutureExt, StreamExt};
 use graph::Code;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -32,7 +35,7 @@ pub struct Limits {
     pub head_time: Duration,
     /// Longest that a body may take to arrive.
     pub body_time: Duration,
-    /// Bytes of bodies held at once, at least those of the largest body.
+    /// Bytes of bodies held at once.
     pub body_bytes: usize,
     /// Requests rendered and tokenized at once.
     pub renderers: usize,
@@ -55,6 +58,9 @@ impl Default for Limits {
         }
     }
 }
+
+/// What a handler comes to: either way an answer.
+type Handled = std::result::Result<Response, Response>;
 
 /// What is served, once there is something.
 struct Served {
@@ -92,34 +98,40 @@ impl App {
     /// Reads a body of at most so many bytes. What is returned beside it holds its place among
     /// the bodies.
     async fn body(&self, request: Request, most: usize) -> Result<(Vec<u8>, OwnedSemaphorePermit)> {
-        let length = request.headers().get(axum::http::header::CONTENT_LENGTH);
+        let length = request.headers().get(CONTENT_LENGTH);
         let length = length.and_then(|l| l.to_str().ok()?.parse::<usize>().ok());
-        let large = || {
-            let message = format!("the body is too large; expected at most {most} bytes");
-            Error::new(Code::InvalidInput, message)
-        };
-        let expected = length.unwrap_or(most);
-        if expected > most {
-            return Err(large());
+        if length.is_some_and(|length| length > most) {
+            return Err(too_large(most));
         }
-        let units = u32::try_from(expected.div_ceil(KIB)).unwrap_or(u32::MAX);
-        let place = self.bodies.clone().try_acquire_many_owned(units).map_err(|_| {
+        let time = self.limits.body_time;
+        tokio::time::timeout(time, self.read(request, most)).await.unwrap_or_else(|_| {
+            let message = format!("the body did not arrive within {time:?}");
+            Err(Error::new(Code::InvalidInput, message))
+        })
+    }
+
+    async fn read(&self, request: Request, most: usize) -> Result<(Vec<u8>, OwnedSemaphorePermit)> {
+        let full = |_| {
             let message = "too many large requests are arriving; try again later";
             Error::new(Code::QueueFull, message)
-        })?;
-        let read = axum::body::to_bytes(request.into_body(), most);
-        match tokio::time::timeout(self.limits.body_time, read).await {
-            Ok(Ok(bytes)) => Ok((bytes.into(), place)),
-            Ok(Err(_)) if length.is_none() => Err(large()),
-            Ok(Err(e)) => {
-                Err(Error::new(Code::InvalidInput, format!("the body did not arrive: {e}")))
+        };
+        let mut pieces = request.into_body().into_data_stream();
+        let mut bytes = Vec::new();
+        let mut place = self.bodies.clone().try_acquire_owned().map_err(full)?;
+        while let Some(piece) = pieces.next().await {
+            let piece = piece.map_err(|e| {
+                Error::new(Code::InvalidInput, format!("the body did not arrive: {e}"))
+            })?;
+            if bytes.len() + piece.len() > most {
+                return Err(too_large(most));
             }
-            Err(_) => {
-                let time = self.limits.body_time;
-                let message = format!("the body did not arrive within {time:?}");
-                Err(Error::new(Code::InvalidInput, message))
-            }
+            bytes.extend_from_slice(&piece);
+            // Counted as it arrives, so that who only announces much holds nothing.
+            let more = (bytes.len() / KIB + 1).saturating_sub(place.num_permits());
+            let more = u32::try_from(more).unwrap_or(u32::MAX);
+            place.merge(self.bodies.clone().try_acquire_many_owned(more).map_err(full)?);
         }
+        Ok((bytes, place))
     }
 
     /// Counts a panic that was caught, and says so to the client.
@@ -143,6 +155,11 @@ impl App {
             Err(_) => Err(Error::new(Code::Stopping, "the server is stopping")),
         }
     }
+}
+
+fn too_large(most: usize) -> Error {
+    let message = format!("the body is too large; expected at most {most} bytes");
+    Error::new(Code::InvalidInput, message)
 }
 
 /// A listening server. Dropping it does not end it; [`Http::stop`] does.
@@ -225,17 +242,53 @@ impl Http {
     }
 }
 
-/// `500` for a handler that panicked, and what it said otherwise.
+/// What a handler answers, or `500` where it panics.
 async fn caught(app: &App, handler: impl Future<Output = Response>) -> Response {
-    use futures_util::FutureExt;
-    match std::panic::AssertUnwindSafe(handler).catch_unwind().await {
+    match AssertUnwindSafe(handler).catch_unwind().await {
         Ok(response) => response,
         Err(_) => app.panicked().into(),
     }
 }
 
-/// An answer without a body.
-fn refused_connection() -> &'static [u8] {
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\
-      retry-after: 1\r\n\r\n"
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a handler does when it panics, or what it does on another thread.
+    #[test]
+    fn a_panic_is_an_answer_and_is_counted() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let http = Http::start(listener, Limits::default()).unwrap();
+        let app = http.app.clone();
+        let (handler, work) = http.runtime.block_on(async {
+            let broken = async { panic!("a bug") };
+            let work = app.blocking(|| -> () { panic!("another bug") });
+            (caught(&app, broken).await, work.await)
+        });
+        assert_eq!(handler.status(), 500);
+        assert_eq!(work.unwrap_err().code, Code::Internal);
+        assert_eq!(app.panics.load(Ordering::Relaxed), 2);
+        http.stop(Duration::ZERO);
+    }
+
+    #[test]
+    fn bodies_take_what_there_is_room_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let limits = Limits { body_bytes: 64 << 10, ..Limits::default() };
+        let http = Http::start(listener, limits).unwrap();
+        let app = http.app.clone();
+        http.runtime.block_on(async {
+            let of = |bytes: usize| Request::new(vec![b' '; bytes].into());
+            let (bytes, place) = app.body(of(40 << 10), 1 << 20).await.unwrap();
+            assert_eq!((bytes.len(), place.num_permits()), (40 << 10, 41));
+            assert_eq!(app.body(of(30 << 10), 1 << 20).await.unwrap_err().code, Code::QueueFull);
+            drop(app.body(of(20 << 10), 1 << 20).await.unwrap());
+            drop(place);
+            drop(app.body(of(60 << 10), 1 << 20).await.unwrap());
+            let large = app.body(of(60 << 10), 32 << 10).await.unwrap_err();
+            assert_eq!(large.code, Code::InvalidInput);
+        });
+        assert_eq!(app.bodies.available_permits(), 64);
+        http.stop(Duration::ZERO);
+    }
 }

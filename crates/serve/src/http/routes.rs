@@ -13,14 +13,12 @@ use axum::routing::{get, post};
 use graph::Code;
 use serde_json::{Value, json};
 
-use super::{App, Served, caught, completions, reply};
+use super::{App, Handled, Served, caught, completions, reply};
 use crate::request::{self, MAX_TRAIN_BODY};
 use crate::{DataReport, Error, Learned, MetricKind, Result, Server};
 
 /// Most bytes of a body that only names something.
 const SMALL_BODY: usize = 64 << 10;
-
-type Handled = std::result::Result<Response, Response>;
 
 pub(super) fn router(app: Arc<App>) -> Router {
     Router::new()

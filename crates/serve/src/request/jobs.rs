@@ -133,6 +133,7 @@ fn settings(fields: &mut Fields, host: &Host) -> Result<Settings> {
         GraphConfig { rows: window, cache: host.cache, recompute, ..GraphConfig::default() };
     let config = TrainConfig {
         targets,
+        weights: Vec::new(),
         rank,
         alpha,
         lr,
