@@ -272,7 +272,12 @@ fn every_refusal_has_its_status_code_and_field() {
         post(at, path, &body).is(status, code, field, part);
     }
     post_text(at, CHAT, "{\"messages\": [").is(400, "invalid_input", Some("messages"), "EOF");
-    post_text(at, "/train", "{\"lr\": NaN}").is(400, "invalid_input", Some("lr"), "no usable");
+    post_text(at, "/train", "{\"lr\": NaN}").is(
+        400,
+        "invalid_input",
+        Some("lr"),
+        "not usable JSON",
+    );
     // A refusal of a stream is no stream.
     post(at, CHAT, &with(chat(&long, 1), &json!({"stream": true}))).is(
         400,
@@ -532,6 +537,9 @@ fn it_is_alive_before_it_is_ready_and_says_when_it_stops() {
 fn metrics_are_in_the_text_format() {
     let served = Served::new();
     post(served.at(), CHAT, &chat("Who?", 3)).ok();
+    // The loop counts a batch when it is through with it.
+    let counted = || metric(&served.server, "gradus_generated_tokens_total") == 3.0;
+    until(counted, Duration::from_secs(1));
     let reply = get(served.at(), "/metrics");
     assert_eq!(reply.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     let lines: Vec<&str> = reply.body.lines().collect();
