@@ -87,6 +87,24 @@ pub(crate) struct Run {
 /// How often a run says how it is paced.
 const MEASURED: Duration = Duration::from_millis(200);
 
+/// One of the places that turns have, running or waiting; free again when it is dropped.
+pub(crate) struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    /// A place, if fewer than so many are taken.
+    pub(crate) fn take(taken: &Arc<AtomicUsize>, most: usize) -> Option<Place> {
+        let add = |n: usize| (n < most).then_some(n + 1);
+        taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        Some(Place(taken.clone()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// A turn under way.
 pub(crate) struct Active {
     pub(crate) ask: Ask,
@@ -106,6 +124,7 @@ pub(crate) struct Active {
     first: Option<Instant>,
     /// What training took since the first token.
     training: Duration,
+    _place: Place,
 }
 
 impl Active {
@@ -117,6 +136,7 @@ impl Active {
         ask: Ask,
         generation: Option<Arc<Generation>>,
         say: UnboundedSender<Said>,
+        place: Place,
     ) -> Result<Active> {
         Ok(Active {
             sampler: text::Sampler::new(ask.sampler.clone(), ask.seed)?,
@@ -131,6 +151,7 @@ impl Active {
             number: 0,
             first: None,
             training: Duration::ZERO,
+            _place: place,
         })
     }
 

@@ -44,7 +44,8 @@ pub struct TrainJob {
     /// The job's name and the alias its adapter is published under: the file name without
     /// `.gguf`.
     pub name: String,
-    /// The file, inside the training folder.
+    /// The file, inside the training folder: an adapter, or, where the model's own weights are
+    /// trained, the model anew.
     pub out: PathBuf,
     /// The settings.
     pub config: TrainConfig,

@@ -375,6 +375,15 @@ impl Server {
                         return Ok(());
                     }
                     let outcome = finished(trainer, end)?;
+                    if job.config.targets.is_empty() {
+                        train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
+                        self.ended(|status| {
+                            status.state = State::Done;
+                            status.model = Some(job.out.display().to_string());
+                        });
+                        self.0.counters.jobs_done.add(1);
+                        return Ok(());
+                    }
                     outcome.adapter.write(&job.out, &self.0.model)?;
                     // What is served is what the file says.
                     let adapter = Arc::new(Adapter::read(&job.out, &self.0.model)?);

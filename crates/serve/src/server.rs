@@ -1,7 +1,7 @@
 //! The handle that everything outside of the loop holds.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use graph::{Code, DType};
 use model::{Adapter, Engine, EngineConfig, Model};
 
-use crate::engine_loop::{Active, Command, Control, EngineLoop, ToLoop};
+use crate::engine_loop::{Active, Command, Control, EngineLoop, Place, ToLoop};
 use crate::metrics::{Counters, Metric};
 use crate::registry::{Alias, Generation, Registry};
 use crate::{Ask, Error, Result, Served, TrainStatus, Turn};
@@ -58,6 +58,8 @@ pub(crate) struct Shared {
     /// The controls of the run that is there, under the name it is controlled by.
     pub(crate) control: Mutex<Option<(String, Arc<Control>)>>,
     stopping: AtomicBool,
+    /// Turns that run or wait.
+    places: Arc<AtomicUsize>,
     thread: Mutex<Option<JoinHandle<()>>>,
     started: u64,
 }
@@ -115,6 +117,7 @@ impl Server {
             status: Mutex::default(),
             control: Mutex::default(),
             stopping: AtomicBool::new(false),
+            places: Arc::default(),
             thread: Mutex::new(Some(thread)),
             started: now(),
         })))
@@ -207,17 +210,15 @@ impl Server {
             ));
         }
         let Options { queue, slots, .. } = self.0.options;
-        let there = self.0.counters.waiting.get() + self.0.counters.running.get();
-        if there >= (queue + slots) as u64 {
+        let most = queue + slots;
+        let place = Place::take(&self.0.places, most).ok_or_else(|| {
             let message =
-                format!("{there} requests run or wait, the most there may be; try again later");
-            return Err(Error::new(Code::QueueFull, message));
-        }
+                format!("{most} requests run or wait, the most there may be; try again later");
+            Error::new(Code::QueueFull, message)
+        })?;
         let number = generation.as_ref().map_or(0, |g| g.number);
         let (say, said) = tokio::sync::mpsc::unbounded_channel();
-        let turn = Box::new(Active::new(ask, generation, say)?);
-        // Counted here, so that many at once are bounded; the loop keeps the exact number.
-        self.0.counters.waiting.add(1);
+        let turn = Box::new(Active::new(ask, generation, say, place)?);
         match self.0.to_loop.send(Command::Ask(turn)) {
             true => Ok(Turn { said, generation: number }),
             false => Err(Error::new(Code::Stopping, "the server has stopped")),

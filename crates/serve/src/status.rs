@@ -164,6 +164,8 @@ pub struct TrainStatus {
     pub turn_slowdown_ppm_max: Option<u32>,
     /// The adapter's file, at the end.
     pub adapter: Option<String>,
+    /// The model's new file, at the end of a run that trained its own weights. It is not served.
+    pub model: Option<String>,
     /// The alias it is served under, and its generation, at the end.
     pub alias: Option<String>,
     /// See `alias`.

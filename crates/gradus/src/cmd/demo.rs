@@ -25,8 +25,14 @@ use crate::output::{duration, line, print};
 #[command(after_help = "\
 Examples:
   gradus demo
+  gradus demo --moe
   gradus demo --model qwen2.5-coder-0.5b-instruct --out demo-qwen")]
 pub struct Args {
+    /// Instead, serve a random mixture of experts with delta nets, train it meanwhile, have it
+    /// refuse what cannot be trained, and promote what it learned; fetches nothing
+    #[arg(long, conflicts_with_all = ["model", "template", "recompute"])]
+    moe: bool,
+
     /// A GGUF file, or a name of the catalogue, which is fetched if it is not here
     #[arg(short, long, value_name = "MODEL", default_value = hub::DEFAULT_MODEL)]
     model: String,
@@ -81,17 +87,17 @@ struct Fact {
 }
 
 pub fn run(args: &Args) -> Result<()> {
+    if args.moe {
+        let out = folder(args)?;
+        return super::demo_moe::run(&out, TRAIN, args.device.open()?);
+    }
     let start = Instant::now();
     let facts = facts(TEST)?;
     let path = match hub::find(&args.model) {
         Some(_) => fetch(&args.model)?,
         None => hub::resolve(&args.model)?,
     };
-    let out = match &args.out {
-        Some(out) => out.clone(),
-        None => hub::home()?.join("demo"),
-    };
-    std::fs::create_dir_all(&out).map_err(|e| Error::writing(&out, e))?;
+    let out = folder(args)?;
     let data = out.join("halden.train.jsonl");
     write_file(&data, TRAIN.as_bytes())?;
 
@@ -145,6 +151,16 @@ pub fn run(args: &Args) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// The folder for the files, which is made.
+fn folder(args: &Args) -> Result<PathBuf> {
+    let out = match &args.out {
+        Some(out) => out.clone(),
+        None => hub::home()?.join("demo"),
+    };
+    std::fs::create_dir_all(&out).map_err(|e| Error::writing(&out, e))?;
+    Ok(out)
 }
 
 /// As a shell takes it for one word.

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod chat;
 pub mod check_grads;
 pub mod demo;
+mod demo_moe;
 pub mod dump;
 pub mod inspect;
 pub mod make_toy;

@@ -34,7 +34,7 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
     let folder = host.train_dir()?;
     let mut fields = Fields::body(bytes, false)?;
     let out = fields.string("out")?.ok_or_else(|| missing("out", "a name such as `notes.gguf`"))?;
-    let settings = settings(&mut fields, host)?;
+    let settings = settings(&mut fields, host, true)?;
     let share = "a number from 0 to below 1";
     let val_split = fields.number("val_split", |v| (0.0..1.0).contains(&v), share)?.unwrap_or(0.1);
     let parse_special = fields.flag("parse_special")?;
@@ -89,7 +89,7 @@ pub fn learn(
     let mut fields = Fields::body(bytes, false)?;
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
     names::check_alias("alias", &alias, &host.name)?;
-    let Settings { mut config, fit, pacing, memory_budget } = settings(&mut fields, host)?;
+    let Settings { mut config, fit, pacing, memory_budget } = settings(&mut fields, host, false)?;
     let examples = fields.list("examples", MAX_EXAMPLES)?;
     fields.finish()?;
 
@@ -101,14 +101,26 @@ pub fn learn(
     Ok((job, data.report))
 }
 
-fn settings(fields: &mut Fields, host: &Host) -> Result<Settings> {
+fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Settings> {
     let positive = "a number above 0";
     let rank = fields.whole("rank", 1..=256)?.unwrap_or(8) as usize;
     let alpha = fields.float("alpha", |v| v > 0.0, positive)?.unwrap_or(16.0);
     let targets = fields.string("targets")?;
     let layers = host.model.geometry().layers;
     let top_layers = fields.whole("top_layers", 1..=layers as u64)?.map(|n| n as usize);
-    let targets = select(host, targets.as_deref().unwrap_or("attn_q,attn_v"), top_layers)?;
+    let weights = if own_weights { fields.string("train_weights")? } else { None };
+    let (targets, weights) = match (targets, weights) {
+        (targets, None) => {
+            let targets = targets.as_deref().unwrap_or("attn_q,attn_v");
+            (select(host, targets, top_layers)?, Vec::new())
+        }
+        (None, Some(weights)) => (Vec::new(), select_weights(host, &weights)?),
+        (Some(_), Some(_)) => {
+            let message = "`train_weights` and `targets` exclude each other: an adapter and the \
+                           model's own weights are two jobs";
+            return Err(Error::field("train_weights", message));
+        }
+    };
     let window = window(fields, host)?;
     chunk(fields, window)?;
     let epochs = fields.whole("epochs", 1..=100)?.unwrap_or(1);
@@ -138,7 +150,7 @@ fn settings(fields: &mut Fields, host: &Host) -> Result<Settings> {
         GraphConfig { rows: window, cache: host.cache, recompute, ..GraphConfig::default() };
     let config = TrainConfig {
         targets,
-        weights: Vec::new(),
+        weights,
         rank,
         alpha,
         lr,
@@ -201,6 +213,19 @@ fn pacing(fields: &mut Fields) -> Result<Pacing> {
         (None, Some(ppm), _) => Ok(Pacing::Slowdown(ppm as u32)),
         (None, None, _) => Ok(DEFAULT_PACING),
     }
+}
+
+/// The tensors whose names have a part of the list in them, or `all`; whether they can be trained
+/// the graph says.
+fn select_weights(host: &Host, list: &str) -> Result<Vec<String>> {
+    let wanted: Vec<String> =
+        list.split(',').map(|t| t.trim().to_string()).filter(|t| !t.is_empty()).collect();
+    if wanted.is_empty() {
+        let message = "`train_weights` is empty; expected `all` or parts of tensor names";
+        return Err(Error::field("train_weights", message));
+    }
+    train::select_weights(&host.model, &wanted)
+        .map_err(|e| Error::field("train_weights", format!("`train_weights`: {e}")))
 }
 
 /// The projections `blk.LAYER.TARGET.weight` of the top layers.

@@ -28,6 +28,13 @@ impl Fixture {
         Fixture { name: "llama", bytes }
     }
 
+    /// Gated delta nets, attention and eight quantized experts, all of which are used.
+    pub fn moe(format: TensorType) -> Fixture {
+        let mut toy = Toy::new("qwen35moe", format, 3);
+        (toy.experts, toy.experts_used) = (8, 8);
+        Fixture { name: "moe", bytes: toy.gguf().unwrap() }
+    }
+
     /// Gated delta nets and attention.
     pub fn hybrid() -> Fixture {
         let bytes = std::fs::read(fixture("qwen3_5", "model.gguf")).unwrap();
@@ -41,6 +48,18 @@ impl Fixture {
 
     pub fn model(&self) -> Arc<Model> {
         self.model_on(Arc::new(cpu::Cpu::new(2, None).unwrap()))
+    }
+
+    /// The model in a file, and loaded from it.
+    pub fn written(&self) -> (PathBuf, Arc<Model>) {
+        let path = self.dir().join("model.gguf");
+        std::fs::write(&path, &self.bytes).unwrap();
+        let model = self.load(&path);
+        (path, model)
+    }
+
+    pub fn load(&self, path: &std::path::Path) -> Arc<Model> {
+        Arc::new(Model::load(path, Arc::new(cpu::Cpu::new(2, None).unwrap())).unwrap())
     }
 
     /// A folder for jobs, of this test and model.

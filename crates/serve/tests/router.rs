@@ -1,0 +1,68 @@
+//! The story this engine was made for: a job that meets a router, beside conversations.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)] // tests
+
+mod common;
+
+use std::time::Duration;
+
+use common::*;
+use gguf::TensorType;
+use graph::Code;
+use serve::{Ask, Options, Pacing, State};
+use train::select_weights;
+
+#[test]
+fn attention_before_the_router_trains_and_quantized_experts_are_refused_by_name() {
+    let toy = Fixture::moe(TensorType::Q4K);
+    let server = toy.server(Options::default());
+    let long = |i| Ask { max_tokens: 80, ..ask(i, 30) };
+    let expected: Vec<String> = (0..4).map(|i| answer(server.ask(long(i)).unwrap()).text).collect();
+    let turns: Vec<_> = (0..4).map(|i| server.ask(long(i)).unwrap()).collect();
+    let mut job = toy.job("attention", Pacing::Share(500_000));
+    assert!(job.config.targets.iter().any(|t| t.starts_with("blk.0.")));
+    server.train(job.clone()).unwrap();
+    let status = wait(&server, State::Done);
+    assert!(status.epochs[2].train_loss < status.epochs[0].train_loss, "{:?}", status.epochs);
+
+    job.config.targets = Vec::new();
+    job.config.weights = select_weights(&toy.model(), &["all".into()]).unwrap();
+    let error = server.train(job.clone()).unwrap_err();
+    assert_eq!((error.code, error.status()), (Code::OpNotDifferentiable, 422));
+    job.config.weights = select_weights(&toy.model(), &["ffn_gate_exps".into()]).unwrap();
+    let refusal = server.train(job).unwrap_err().refusal.unwrap();
+    assert_eq!(refusal.op, "MatMulExperts");
+    assert!(refusal.operand.unwrap().contains("blk.0.ffn_gate_exps.weight"));
+    for (turn, expected) in turns.into_iter().zip(expected) {
+        assert_eq!(answer(turn).text, expected);
+    }
+    server.stop(Duration::ZERO);
+}
+
+#[test]
+fn every_weight_of_a_float_mixture_trains_into_a_new_file_of_the_model() {
+    let toy = Fixture::moe(TensorType::F32);
+    // A job reads the values from the model's file.
+    let (path, model) = toy.written();
+    let server = toy.server_on(model.clone(), Options::default());
+    let mut job = toy.job("weights", Pacing::Never);
+    job.config.targets = Vec::new();
+    job.config.weights = select_weights(&model, &["all".into()]).unwrap();
+    job.config.lr = 1e-3;
+    let turn = server.ask(ask(1, 30)).unwrap();
+    server.train(job.clone()).unwrap();
+    let status = wait(&server, State::Done);
+    assert!(status.epochs[2].train_loss < status.epochs[0].train_loss, "{:?}", status.epochs);
+    assert_eq!((status.adapter, status.model), (None, Some(job.out.display().to_string())));
+    let said = answer(turn).text;
+    // The model that is served has not moved; the new one says something else.
+    assert_eq!(answer(server.ask(ask(1, 30)).unwrap()).text, said);
+    server.stop(Duration::ZERO);
+    let trained = toy.load(&job.out);
+    for (name, _) in model.weights().iter() {
+        assert!(model.read_f32(name).unwrap() != trained.read_f32(name).unwrap(), "{name}");
+    }
+    let server = toy.server_on(trained, Options::default());
+    assert_ne!(answer(server.ask(ask(1, 30)).unwrap()).text, said);
+    server.stop(Duration::ZERO);
+    assert!(path.exists());
+}
