@@ -22,8 +22,8 @@ const COMMANDS: [&str; 12] = [
     "dump",
     "make-toy",
 ];
-const ARCHITECTURES: [&str; 7] =
-    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "qwen3_5"];
+const ARCHITECTURES: [&str; 8] =
+    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "qwen3_5", "qwen3_5_moe"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

@@ -203,6 +203,13 @@ impl<'a> Net<'a> {
 
     /// A tensor of the model, of exactly this shape.
     fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<NodeId> {
+        // A matrix of one row may be stored as a vector.
+        if let [1, width] = *dims
+            && self.tensors.tensor(name).is_some_and(|(shape, _)| shape.dims() == [width])
+        {
+            let values = self.values(name, &[width])?;
+            return Ok(self.graph.reshape(values, dims)?);
+        }
         let (shape, dtype) = self.find(name, dims)?;
         if shape.rank() == 1 {
             return self.plain_leaf(name, shape);
@@ -363,7 +370,7 @@ impl<'a> Net<'a> {
     /// # Errors
     /// When a tensor is missing or of another shape.
     pub fn experts(&mut self, x: NodeId, name: &str, experts: &Experts) -> Result<NodeId> {
-        const LEAST_SUM: f32 = 6.103_515_625e-5;
+        const LEAST_SUM: f32 = 1.0 / 16_384.0;
         let Experts { count, used, width, scale, activation } = *experts;
         let logits = self.linear(x, &format!("{name}_gate_inp"), count)?;
         // The names of llama.cpp's nodes.
@@ -388,6 +395,29 @@ impl<'a> Net<'a> {
         let h = self.glu(activation, gate, up)?;
         let y = self.linear_experts(h, ids, &format!("{name}_down_exps"), count, shape.cols())?;
         Ok(self.graph.mix_experts(y, weights)?)
+    }
+
+    /// The expert that every row uses (Dai et al. 2024, arXiv 2401.06066), its result gated by the
+    /// sigmoid of one projection: `[T, K]`. Its tensors are `name_gate_shexp`, `name_up_shexp`,
+    /// `name_down_shexp` and `name_gate_inp_shexp`.
+    ///
+    /// # Errors
+    /// When a tensor is missing or of another shape.
+    pub fn shared_expert(
+        &mut self,
+        x: NodeId,
+        name: &str,
+        width: usize,
+        activation: GluKind,
+    ) -> Result<NodeId> {
+        let out = self.graph.node(x).shape.cols();
+        let gate = self.linear(x, &format!("{name}_gate_shexp"), width)?;
+        let up = self.linear(x, &format!("{name}_up_shexp"), width)?;
+        let h = self.glu(activation, gate, up)?;
+        let y = self.linear(h, &format!("{name}_down_shexp"), out)?;
+        let share = self.linear(x, &format!("{name}_gate_inp_shexp"), 1)?;
+        let share = self.unary(Unary::Sigmoid, share)?;
+        self.mul(y, share)
     }
 
     /// RMS normalization of the last dimension with a weight of its width.

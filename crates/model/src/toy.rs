@@ -86,6 +86,17 @@ const FAMILIES: &[Family] = &[
     Family { arch: "qwen3", routed: Routed::Never, keys: |_| Vec::new(), optional: &[] },
     Family { arch: "qwen35", routed: Routed::Never, keys: hybrid, optional: &[] },
     Family {
+        arch: "qwen35moe",
+        routed: Routed::Always,
+        keys: |toy| {
+            let mut keys = hybrid(toy);
+            let shared = Value::U32(toy.ffn as u32);
+            keys.push(("expert_shared_feed_forward_length", shared));
+            keys
+        },
+        optional: &[],
+    },
+    Family {
         arch: "qwen3moe",
         routed: Routed::Always,
         keys: |_| Vec::new(),

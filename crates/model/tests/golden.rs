@@ -7,8 +7,8 @@ use graph::{DType, Device};
 use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
 use testkit::{Golden, fixture, relative_l2};
 
-const ARCHITECTURES: [&str; 7] =
-    ["gemma3", "llama", "mixtral", "qwen2", "qwen3", "qwen3_5", "qwen3_moe"];
+const ARCHITECTURES: [&str; 8] =
+    ["gemma3", "llama", "mixtral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"];
 
 fn families() -> impl Iterator<Item = cpu::Family> {
     let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];

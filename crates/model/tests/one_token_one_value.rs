@@ -124,6 +124,7 @@ fn with_every_cache_and_architecture() {
         ("gemma3", TensorType::Q4K),
         ("qwen2", TensorType::Q5_0),
         ("qwen35", TensorType::Q6K),
+        ("qwen35moe", TensorType::Q8_0),
     ] {
         for cache in [DType::F32, DType::F16, q8] {
             for family in families() {

@@ -11,10 +11,22 @@
 //! something to serve, and its adapter is published as a new generation of its alias.
 #![deny(clippy::indexing_slicing)]
 
+mod engine_loop;
 mod error;
 mod job;
+mod memory;
+mod metrics;
+mod pacing;
+mod registry;
+mod run;
+mod server;
+mod status;
 mod turn;
 
 pub use error::{Error, Result};
 pub use job::{DataReport, LearnJob, Learned, Pacing, TrainJob};
+pub use metrics::{Metric, MetricKind};
+pub use registry::Served;
+pub use server::{Options, Server};
+pub use status::{EpochStatus, Failure, State, TrainStatus};
 pub use turn::{Ask, Done, Said, Turn};

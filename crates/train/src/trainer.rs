@@ -1,6 +1,6 @@
 //! The loop: windows in, an adapter out.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -16,8 +16,10 @@ use crate::{
 /// The settings of a run.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TrainConfig {
-    /// Base tensors to adapt.
+    /// Base tensors to adapt; without any there is no adapter.
     pub targets: Vec<String>,
+    /// Float tensors of the model that are trained themselves.
+    pub weights: Vec<String>,
     /// Rank of every pair, 1 to 4096.
     pub rank: usize,
     /// The adapter's effect is multiplied by `alpha / rank`.
@@ -95,7 +97,7 @@ pub enum Event {
     },
     /// After each pass over the data.
     Epoch {
-        /// From 1.
+        /// From 1; 0 is before the first step, see [`Trainer::measure_first`].
         epoch: u64,
         /// Mean loss per weight of its tokens, each before its step, in nats.
         loss: f64,
@@ -118,8 +120,10 @@ pub enum Advance {
 /// How a run ended.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Outcome {
-    /// The adapter.
+    /// The adapter; without tensors where there were no targets.
     pub adapter: Adapter,
+    /// The model's own tensors that were trained, by name.
+    pub weights: BTreeMap<String, Vec<f32>>,
     /// The optimizer with its moments, for a run that goes on from here.
     pub optimizer: AdamW,
     /// Optimizer steps taken.
@@ -175,6 +179,7 @@ pub struct Trainer<M> {
     epoch_loss: (f64, f64),
     last_loss: f64,
     work: Work,
+    measure_first: bool,
 }
 
 impl<M: Deref<Target = Model>> Trainer<M> {
@@ -193,24 +198,30 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Trainer::new`].
     pub fn start(model: M, config: TrainConfig, start: Start) -> Result<Trainer<M>> {
         config.check()?;
+        let TrainConfig { targets, rank, alpha, seed, .. } = &config;
         let (adapter, optimizer) = match start.from {
-            Some(from) => from,
+            Some((adapter, optimizer)) => (Some(adapter), optimizer),
+            None if targets.is_empty() && config.weights.is_empty() => {
+                let why = "`targets` is empty; expected at least one projection or weight";
+                return Err(Error::Setting(why.into()));
+            }
+            None if targets.is_empty() => (None, AdamW::new(config.weight_decay)),
             None => {
-                let TrainConfig { targets, rank, alpha, seed, .. } = &config;
-                if targets.is_empty() {
-                    let why = "`targets` is empty; expected at least one projection";
-                    return Err(Error::Setting(why.into()));
-                }
                 let adapter = Adapter::fresh(&model, targets, *rank, *alpha, *seed)?;
-                (adapter, AdamW::new(config.weight_decay))
+                (Some(adapter), AdamW::new(config.weight_decay))
             }
         };
-        let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+        // Planned before a tensor is read, so that what is refused costs nothing.
+        let empty = config.weights.iter().map(|name| (name.clone(), Vec::new()));
+        let mut parameters = Parameters { adapter, weights: empty.collect() };
         let mut gradients = Gradients::new(model, config.graph.clone())?;
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
         gradients.plan(&parameters)?;
+        for (name, values) in &mut parameters.weights {
+            *values = gradients.model().read_f32(name)?;
+        }
         Ok(Trainer {
             gradients,
             parameters,
@@ -225,6 +236,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             epoch_loss: (0.0, 0.0),
             last_loss: f64::NAN,
             work: Work::Done,
+            measure_first: false,
         })
     }
 
@@ -252,6 +264,16 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// An example that does not fit a window; the refusal.
     pub fn load(&mut self, examples: Vec<Example>, held_out: Vec<Example>) -> Result<Event> {
+        let vocab = self.gradients.vocab();
+        for (i, example) in examples.iter().chain(&held_out).enumerate() {
+            if let Some(bad) = example.tokens.iter().find(|&&t| t as usize >= vocab) {
+                let message = format!(
+                    "example {}: token {bad} is outside of the vocabulary of {vocab}",
+                    i + 1
+                );
+                return Err(Error::Data(message));
+            }
+        }
         let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
         let mut order: Vec<usize> = (0..examples.len()).collect();
         let (rows, most) = (self.config.graph.rows, self.gradients.most_sequences());
@@ -281,16 +303,23 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         self.examples = examples;
         self.next = (0, 0);
-        self.work = Work::Next;
-        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
+        self.work = match self.measure_first {
+            true => Work::HeldOut { window: 0, pass: None, loss: 0.0 },
+            false => Work::Next,
+        };
+        let parameters = self.parameters.count();
         Ok(Event::Start { steps: self.steps, parameters, arena_bytes, scratch_bytes })
+    }
+
+    /// What is held out is measured before the first step too, and reported as epoch 0.
+    pub fn measure_first(&mut self) {
+        self.measure_first = true;
     }
 
     /// Bytes that a run takes beside the model: arenas, what crosses between devices, and five
     /// numbers for each that moves (itself, its gradient twice, two moments).
     pub fn planned_bytes(&self) -> usize {
-        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
-        self.gradients.planned_bytes() + parameters * 5 * 4
+        self.gradients.planned_bytes() + self.parameters.count() * 5 * 4
     }
 
     /// Takes the memory of the run.
@@ -372,7 +401,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
 
     fn end_of_epoch(&mut self, held_out: Option<f64>) -> Event {
         let (loss, weight) = std::mem::take(&mut self.epoch_loss);
-        self.next = (self.next.0 + 1, 0);
+        let first = self.next == (0, 0);
+        self.next = (self.next.0 + usize::from(!first), 0);
         self.work = Work::Next;
         Event::Epoch { epoch: self.next.0 as u64, loss: loss / weight, held_out }
     }
@@ -432,10 +462,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             while step.advance(gradients, parameters, optimizer, &())?.is_none() {}
         }
         let steps = self.optimizer.steps - self.first_step;
-        let adapter = self.parameters.adapter.unwrap_or(Adapter {
-            alpha: self.config.alpha,
-            tensors: std::collections::BTreeMap::new(),
-        });
+        let adapter = self
+            .parameters
+            .adapter
+            .unwrap_or(Adapter { alpha: self.config.alpha, tensors: BTreeMap::new() });
         let dead: Vec<&str> = adapter
             .tensors
             .iter()
@@ -452,12 +482,16 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         let moved = (total - dead.len(), total);
         let (optimizer, last_loss) = (self.optimizer, self.last_loss);
-        Ok(Outcome { adapter, optimizer, steps, last_loss, moved })
+        let weights = self.parameters.weights;
+        Ok(Outcome { adapter, weights, optimizer, steps, last_loss, moved })
     }
 }
 
+/// A name for projections, and which they are.
+type Kind = (&'static str, fn(&str, &Projection) -> bool);
+
 /// Patterns of targets that are no part of a tensor's name.
-const KINDS: [(&str, fn(&str, &Projection) -> bool); 5] = [
+const KINDS: [Kind; 5] = [
     ("all", |_, _| true),
     ("attn", |name, _| name.contains(".attn_")),
     ("ffn", |name, _| name.contains(".ffn_")),
@@ -483,7 +517,7 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
         };
         let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
         if matches.is_empty() {
-            let of_model = |(_, of_kind): &&(&str, fn(&str, &Projection) -> bool)| {
+            let of_model = |(_, of_kind): &&Kind| {
                 projections.iter().any(|(name, projection)| of_kind(name, projection))
             };
             let names: BTreeSet<&str> =

@@ -8,16 +8,18 @@ use model::{Adapter, Model};
 use testkit::{Golden, fixture, relative_l2};
 use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window};
 
-/// Each with the relative errors that the reference and the CPU are allowed. `qwen3_5` is
-/// ill-conditioned: rounding the model's constants to f32 moves its gradients by 3e-6, and f32
-/// arithmetic by 4e-5 (transformers' own f32 logits are as far from its f64 ones).
-const ARCHITECTURES: [(&str, f64, f64); 7] = [
+/// Each with the relative errors that the reference and the CPU are allowed. `qwen3_5*` are
+/// ill-conditioned: rounding a model's constants to f32 moves all gradients by up to 3e-6 and
+/// 1.4e-5, f32 arithmetic by 4e-5 and 7e-5 (transformers' own f32 logits are as far from its f64
+/// ones).
+const ARCHITECTURES: [(&str, f64, f64); 8] = [
     ("gemma3", 1e-6, 2e-5),
     ("llama", 1e-6, 2e-5),
     ("mixtral", 1e-6, 2e-5),
     ("qwen2", 1e-6, 2e-5),
     ("qwen3", 1e-6, 2e-5),
     ("qwen3_5", 1e-5, 1e-4),
+    ("qwen3_5_moe", 2e-5, 1e-4),
     ("qwen3_moe", 1e-6, 2e-5),
 ];
 

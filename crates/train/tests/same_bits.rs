@@ -30,6 +30,7 @@ fn examples() -> Vec<Example> {
 fn config(model: &Model, recompute: Recompute) -> TrainConfig {
     TrainConfig {
         targets: select_targets(model, &["all".into()]).unwrap(),
+        weights: Vec::new(),
         rank: 4,
         alpha: 12.0,
         lr: 3e-3,
@@ -72,6 +73,7 @@ fn one_and_two_threads_and_recomputation_give_the_same_file() {
         ("qwen2", TensorType::F32),
         ("qwen35", TensorType::Q5K),
         ("qwen3moe", TensorType::Q5_0),
+        ("qwen35moe", TensorType::Q5K),
     ] {
         let (one, two) = (toy(arch, ty, 1), toy(arch, ty, 2));
         let (file, losses) = run(&one, Recompute::None, &format!("{arch}-1"));

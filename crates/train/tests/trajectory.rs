@@ -23,6 +23,7 @@ struct Errors {
 fn config() -> TrainConfig {
     TrainConfig {
         targets: Vec::new(),
+        weights: Vec::new(),
         rank: 4,
         alpha: 12.0,
         lr: 1e-3,
@@ -48,10 +49,15 @@ fn examples(golden: &Golden) -> Vec<Example> {
     .collect()
 }
 
-fn walk(arch: &str, device: Arc<dyn Device>) -> Errors {
+/// The worst errors of losses and norms over `steps` steps, and of the adapter after all. With
+/// `nudged` every number of the first adapter is the next one that f32 has.
+fn walk(arch: &str, device: Arc<dyn Device>, steps: usize, nudged: bool) -> (Errors, Adapter) {
     let golden = Golden::read(&fixture(arch, "golden.safetensors")).unwrap();
     let model = Model::load(&fixture(arch, "model.gguf"), device).unwrap();
-    let adapter = Adapter::read(&fixture(arch, "adapter.gguf"), &model).unwrap();
+    let mut adapter = Adapter::read(&fixture(arch, "adapter.gguf"), &model).unwrap();
+    for x in adapter.tensors.values_mut().flat_map(|t| t.a.iter_mut().chain(&mut t.b)) {
+        *x = f32::from_bits(x.to_bits() + u32::from(nudged));
+    }
     let from = Some((adapter, AdamW::new(config().weight_decay)));
     let start = Start { from, ..Start::default() };
     let mut trainer = Trainer::start(&model, config(), start).unwrap();
@@ -64,6 +70,9 @@ fn walk(arch: &str, device: Arc<dyn Device>) -> Errors {
         let order: Vec<usize> = order.iter().map(|&i| i as usize).collect();
         let windows: Vec<Window> = order.chunks(2).map(|w| Window::of(&examples, w)).collect();
         let (loss, norm) = trainer.step(&windows, lrs[step] as f32).unwrap();
+        if step >= steps {
+            continue;
+        }
         errors.loss = errors.loss.max(relative(loss, losses[step]));
         errors.norm = errors.norm.max(relative(norm, norms[step]));
     }
@@ -78,23 +87,48 @@ fn walk(arch: &str, device: Arc<dyn Device>) -> Errors {
         compared += 1;
     }
     assert_eq!(compared, 2 * trained.tensors.len(), "{arch}: every target has a golden end");
-    errors
+    (errors, trained.clone())
 }
 
-fn check(arch: &str, device: Arc<dyn Device>, what: &str) {
-    let errors = walk(arch, device);
-    println!("{arch}, {what}: {errors:?}");
-    assert!(errors.loss < 1e-4 && errors.norm < 1e-4, "{arch}, {what}: {errors:?}");
-    assert!(errors.adapter < 1e-3, "{arch}, {what}: {errors:?}");
+fn families() -> impl Iterator<Item = cpu::Family> {
+    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
+    all.into_iter().filter(|f| f.is_available())
 }
 
 #[test]
 fn every_cpu_family_walks_as_pytorch_does() {
-    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
-    for family in all.into_iter().filter(|f| f.is_available()) {
+    for family in families() {
         for arch in ARCHITECTURES {
             let device = Arc::new(cpu::Cpu::new(2, Some(family)).unwrap());
-            check(arch, device, &format!("{family:?}"));
+            let (errors, _) = walk(arch, device, STEPS, false);
+            println!("{arch}, {family:?}: {errors:?}");
+            assert!(errors.loss < 1e-4 && errors.norm < 1e-4, "{arch}, {family:?}: {errors:?}");
+            assert!(errors.adapter < 1e-3, "{arch}, {family:?}: {errors:?}");
         }
+    }
+}
+
+/// The hybrid's walk is chaotic: two that begin one f32 step apart end with norms as different
+/// again and adapters 2e-3 apart, also where all between is computed in f64. So no program that
+/// keeps adapters in f32 follows PyTorch's f64 walk to the end; it is followed for as long as it
+/// can be, and the end is as near as a nudge's.
+#[test]
+fn a_hybrid_walks_as_pytorch_does_as_far_as_f32_goes() {
+    let arch = "qwen3_5";
+    for family in families() {
+        let device = || Arc::new(cpu::Cpu::new(2, Some(family)).unwrap());
+        let (first, _) = walk(arch, device(), 4, false);
+        let (half, trained) = walk(arch, device(), 16, false);
+        let (_, nudged) = walk(arch, device(), 0, true);
+        let apart = trained.tensors.iter().map(|(name, pair)| {
+            let values: Vec<f64> = pair.b.iter().map(|&x| f64::from(x)).collect();
+            relative_l2(&nudged.tensors[name].b, &values)
+        });
+        let apart = apart.fold(0.0, f64::max);
+        println!("{family:?}: {first:?}, {half:?}, a nudge makes {apart:e}");
+        assert!(first.loss < 1e-6 && first.norm < 2e-4, "{family:?}: {first:?}");
+        assert!(half.loss < 1e-4 && half.norm < 2e-2, "{family:?}: {half:?}");
+        assert!(half.adapter < 4e-3, "{family:?}: {half:?}");
+        assert!(apart > 1e-3, "{family:?}: the walk is steadier than was thought: {apart:e}");
     }
 }

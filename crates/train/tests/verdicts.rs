@@ -15,7 +15,8 @@ use model::toy::Toy;
 use model::{Adapter, Model};
 use train::{Gradients, GraphConfig, Parameters, select_targets};
 
-const ARCHITECTURES: [&str; 6] = ["gemma3", "llama", "qwen2", "qwen3", "qwen35", "qwen3moe"];
+const ARCHITECTURES: [&str; 7] =
+    ["gemma3", "llama", "qwen2", "qwen3", "qwen35", "qwen35moe", "qwen3moe"];
 
 fn verdict(model: &Model, cache: DType, parameters: &Parameters) -> String {
     let config =

@@ -64,6 +64,7 @@ pub const ARCHITECTURES: &[(&str, Read)] = &[
     ("qwen2", qwen2::read),
     ("qwen3", qwen3::read),
     ("qwen35", qwen35::read),
+    ("qwen35moe", qwen35::read_sparse),
     ("qwen3moe", qwen3moe::read),
 ];
 
@@ -241,7 +242,12 @@ impl<'a> Hyper<'a> {
             attention_layers: (0..layers).collect(),
             states: Vec::new(),
         };
-        Ok(AttentionShape { geometry, heads, ffn: self.count("feed_forward_length")?, rope_dims })
+        // A model of experts alone may say nothing of dense layers.
+        let ffn = match self.metadata.opt_u32(&self.key("expert_count"))? {
+            None | Some(0) => self.count("feed_forward_length")?,
+            Some(_) => self.count_or("feed_forward_length", 1)?,
+        };
+        Ok(AttentionShape { geometry, heads, ffn, rope_dims })
     }
 }
 

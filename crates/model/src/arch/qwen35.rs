@@ -1,5 +1,6 @@
-//! `qwen35`: the text models of Qwen 3.5 and 3.6. Most layers are gated delta nets (Yang et al.
-//! 2024, arXiv 2412.06464), every fourth one is attention whose output is gated.
+//! `qwen35` and `qwen35moe`: the text models of Qwen 3.5 and 3.6. Most layers are gated delta nets (Yang et al.
+//! 2024, arXiv 2412.06464), every fourth one is attention whose output is gated. With experts, a
+//! row uses the greatest of many and one that all rows share.
 //!
 //! GGUF stores norm weights as `1 + w` (that of the delta net as it is), `ssm_a` as
 //! `-exp(A_log)`, and the value heads of a delta net in the order in which head `h` reads key
@@ -9,7 +10,7 @@ use gguf::Metadata;
 use graph::{GatedDeltaAttrs, GluKind, KeyHeads, NodeId, RopeAngles, RopeStyle, Shape, Unary};
 
 use super::{Architecture, AttentionShape, Geometry, Hyper, head};
-use crate::{Error, Net, Result};
+use crate::{Experts, Net, Result};
 
 /// Added to the sum of squares of a key or query, as the model's own code has it.
 const L2_EPS: f32 = 1e-6;
@@ -24,6 +25,14 @@ struct Qwen35 {
     angles: RopeAngles,
     recurrent: Vec<bool>,
     delta: DeltaNet,
+    sparse: Option<Sparse>,
+}
+
+/// The experts of every layer.
+struct Sparse {
+    experts: Experts,
+    /// The width of the expert that all rows share.
+    shared: usize,
 }
 
 /// The shape of a gated delta net.
@@ -40,27 +49,23 @@ impl DeltaNet {
         let inner = hyper.count("ssm.inner_size")?;
         let value_heads = hyper.count("ssm.time_step_rank")?;
         let key_heads = hyper.count("ssm.group_count")?;
-        if !inner.is_multiple_of(value_heads) || !value_heads.is_multiple_of(key_heads) {
-            return Err(Error::new(format!(
-                "a delta net of width {inner} with {value_heads} value and {key_heads} key heads: \
-                 the width must be a multiple of the value heads, and those of the key heads"
-            )));
+        let (key_width, taps) = (hyper.count("ssm.state_size")?, hyper.count("ssm.conv_kernel")?);
+        if !inner.is_multiple_of(value_heads) {
+            let wanted = format!("a divisor of the inner width {inner}");
+            return Err(hyper.bad("ssm.time_step_rank", value_heads, &wanted));
         }
-        let net = DeltaNet {
-            key_heads,
-            value_heads,
-            key_width: hyper.count("ssm.state_size")?,
-            value_width: inner / value_heads,
-            taps: hyper.count("ssm.conv_kernel")?,
-        };
-        if net.taps > 64 || net.key_width.saturating_mul(inner) > MOST_STATE {
-            return Err(Error::new(format!(
-                "a delta net with {} taps and a state of {} x {inner}: expected at most 64 taps \
-                 and 2^28 elements",
-                net.taps, net.key_width
-            )));
+        if !value_heads.is_multiple_of(key_heads) {
+            let wanted = format!("a divisor of the {value_heads} value heads");
+            return Err(hyper.bad("ssm.group_count", key_heads, &wanted));
         }
-        Ok(net)
+        if !(2..=64).contains(&taps) {
+            return Err(hyper.bad("ssm.conv_kernel", taps, "2 to 64 taps"));
+        }
+        if key_width.saturating_mul(inner) > MOST_STATE {
+            let wanted = format!("at most 2^28 elements of state with the inner width {inner}");
+            return Err(hyper.bad("ssm.state_size", key_width, &wanted));
+        }
+        Ok(DeltaNet { key_heads, value_heads, key_width, value_width: inner / value_heads, taps })
     }
 
     fn keys(&self) -> usize {
@@ -86,37 +91,61 @@ impl DeltaNet {
 /// Qwen 3.5 from `qwen35.*` keys.
 pub(super) fn read(metadata: &Metadata, vocab: usize) -> Result<Box<dyn Architecture>> {
     let hyper = Hyper::new(metadata, "qwen35");
-    hyper.refuse_nonzero("nextn_predict_layers", "multi-token prediction")?;
-    let mut shape = hyper.attention(vocab)?;
-    let delta = DeltaNet::read(&hyper)?;
-    let layers = shape.geometry.layers;
-    let recurrent = match hyper.flags("attention.recurrent_layers", layers)? {
-        Some(flags) => flags,
-        None => {
-            let every = hyper.count_or("full_attention_interval", 4)?;
-            (0..layers).map(|l| !(l + 1).is_multiple_of(every)).collect()
-        }
-    };
-    let g = &mut shape.geometry;
-    g.attention_layers.retain(|&l| recurrent.get(l) == Some(&false));
-    let count = layers - g.attention_layers.len();
-    g.states = delta.states()?.repeat(count);
-    Ok(Box::new(Qwen35 {
-        eps: hyper.rms_eps()?,
-        scale: 1.0 / (shape.geometry.key_width as f32).sqrt(),
-        // Rows of text have the same position in every section of the multi-section rotation,
-        // so that its pairs turn as without sections.
-        angles: RopeAngles {
-            freq_scale: hyper.rope_freq_scale()?.into(),
-            ..RopeAngles::plain(shape.rope_dims, hyper.positive_or("rope.freq_base", 10_000_000.0)?)
-        },
-        recurrent,
-        delta,
-        shape,
-    }))
+    hyper.refuse_nonzero("expert_count", "a mixture of experts")?;
+    Ok(Box::new(Qwen35::read(&hyper, vocab, None)?))
+}
+
+/// Qwen 3.5 with experts from `qwen35moe.*` keys.
+pub(super) fn read_sparse(metadata: &Metadata, vocab: usize) -> Result<Box<dyn Architecture>> {
+    let hyper = Hyper::new(metadata, "qwen35moe");
+    hyper.count("expert_count")?;
+    let shared = hyper.count("expert_shared_feed_forward_length")?;
+    let experts = hyper.experts(GluKind::Swiglu)?;
+    let sparse = experts.map(|experts| Sparse { experts, shared });
+    Ok(Box::new(Qwen35::read(&hyper, vocab, sparse)?))
 }
 
 impl Qwen35 {
+    fn read(hyper: &Hyper<'_>, vocab: usize, sparse: Option<Sparse>) -> Result<Qwen35> {
+        hyper.refuse_nonzero("nextn_predict_layers", "multi-token prediction")?;
+        let mut shape = hyper.attention(vocab)?;
+        let (key, value) = (shape.geometry.key_width, shape.geometry.value_width);
+        if key != value {
+            let wanted = format!("the width {key} of keys, of which each output has a gate");
+            return Err(hyper.bad("attention.value_length", value, &wanted));
+        }
+        let delta = DeltaNet::read(hyper)?;
+        let layers = shape.geometry.layers;
+        let recurrent = match hyper.flags("attention.recurrent_layers", layers)? {
+            Some(flags) => flags,
+            None => {
+                let every = hyper.count_or("full_attention_interval", 4)?;
+                (0..layers).map(|l| !(l + 1).is_multiple_of(every)).collect()
+            }
+        };
+        let g = &mut shape.geometry;
+        g.attention_layers.retain(|&l| recurrent.get(l) == Some(&false));
+        let count = layers - g.attention_layers.len();
+        g.states = delta.states()?.repeat(count);
+        Ok(Qwen35 {
+            eps: hyper.rms_eps()?,
+            scale: 1.0 / (shape.geometry.key_width as f32).sqrt(),
+            // Rows of text have the same position in every section of the multi-section rotation,
+            // so that its pairs turn as without sections.
+            angles: RopeAngles {
+                freq_scale: hyper.rope_freq_scale()?.into(),
+                ..RopeAngles::plain(
+                    shape.rope_dims,
+                    hyper.positive_or("rope.freq_base", 10_000_000.0)?,
+                )
+            },
+            recurrent,
+            delta,
+            sparse,
+            shape,
+        })
+    }
+
     /// Attention whose query projection also gives a gate for each output.
     fn attention(&self, net: &mut Net<'_>, l: usize, h: NodeId) -> Result<NodeId> {
         let (g, heads) = (&self.shape.geometry, self.shape.heads);
@@ -177,6 +206,12 @@ impl Qwen35 {
     }
 
     fn feed_forward(&self, net: &mut Net<'_>, l: usize, h: NodeId) -> Result<NodeId> {
+        if let Some(Sparse { experts, shared }) = &self.sparse {
+            let name = format!("blk.{l}.ffn");
+            let routed = net.experts(h, &name, experts)?;
+            let shared = net.shared_expert(h, &name, *shared, experts.activation)?;
+            return net.add(routed, shared);
+        }
         let gate = net.linear(h, &format!("blk.{l}.ffn_gate"), self.shape.ffn)?;
         let up = net.linear(h, &format!("blk.{l}.ffn_up"), self.shape.ffn)?;
         let h = net.glu(GluKind::Swiglu, gate, up)?;

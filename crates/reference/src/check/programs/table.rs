@@ -130,7 +130,7 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::SsmConvState => i == 2,
         Op::SsmScan | Op::GatedDeltaRule(_) => i == 6,
         Op::Lora { .. } => i == 2 || (i > 2 && i % 3 == 2),
-        Op::LoraExperts { .. } => i == 2 || i == 3 || (i > 3 && i % 3 == 0),
+        Op::LoraExperts { .. } => i == 2 || i == 3 || (i > 3 && i.is_multiple_of(3)),
         // Sequences, and the table of pages, which is the last.
         Op::Attention(attrs) => i == 3 || (attrs.prefix && i + 1 == node.args.len()),
         // Labels, and weights.

@@ -1,0 +1,436 @@
+//! Training runs: bounded and refused before they start, run by the loop, published at their end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
+
+use graph::{Code, Recompute};
+use model::{Adapter, Model};
+use train::{AdamW, Event, Example, Outcome, Start, TrainConfig, Trainer};
+
+use crate::engine_loop::{Command, Control, End, Progress, Run};
+use crate::pacing::Pacer;
+use crate::registry::Shadow;
+use crate::server::{Server, lock};
+use crate::status::{EpochStatus, Failure, State};
+use crate::{Error, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus, memory};
+
+type Shared = Trainer<Arc<Model>>;
+
+/// What a run needs to be set up, of either kind of job.
+struct Setup<'j> {
+    config: &'j TrainConfig,
+    examples: &'j [Example],
+    held_out: &'j [Example],
+    budget: Option<usize>,
+    measure_first: bool,
+}
+
+impl Server {
+    /// Starts a training run: differentiates, plans and bounds it, takes its memory, and hands it
+    /// to the loop. Blocks while it does; what is refused is refused here.
+    ///
+    /// # Errors
+    /// When there is a run already; the refusal; or when it needs more memory than it may take,
+    /// with what would fit.
+    pub fn train(&self, job: TrainJob) -> Result<TrainStatus> {
+        self.check_alias(&job.name)?;
+        let control = self.claim(&job.name)?;
+        *lock(&self.0.status) = TrainStatus::starting(&job, self.0.model.geometry().layers);
+        let setup = Setup {
+            config: &job.config,
+            examples: &job.examples,
+            held_out: &job.held_out,
+            budget: job.memory_budget,
+            measure_first: false,
+        };
+        let start = Start { from: None, fallback: job.fallback.clone() };
+        let set_up = guarded(|| self.set_up(&setup, start));
+        let begun = set_up.and_then(|(trainer, event)| {
+            {
+                let mut status = lock(&self.0.status);
+                status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
+                if let Event::Start { steps, .. } = event {
+                    status.steps_total = steps;
+                }
+                status.state = State::Running;
+            }
+            self.hand_over(trainer, control.clone(), job.pacing)
+        });
+        let progress = match begun {
+            Ok(progress) => progress,
+            Err(e) => {
+                self.failed(&e);
+                return Err(e);
+            }
+        };
+        let server = self.clone();
+        let owner = move || {
+            let ended = guarded(|| server.follow(&job, &progress));
+            if let Err(e) = &ended {
+                server.failed(e);
+            }
+        };
+        match std::thread::Builder::new().name("job".into()).spawn(owner) {
+            Ok(_) => Ok(self.train_status()),
+            Err(e) => {
+                control.cancel.store(true, Ordering::Relaxed);
+                self.0.to_loop.send(Command::Wake);
+                let e = Error::new(Code::OutOfMemory, format!("no thread for the job: {e}"));
+                self.failed(&e);
+                Err(e)
+            }
+        }
+    }
+
+    /// The training run, or the last one.
+    pub fn train_status(&self) -> TrainStatus {
+        let mut status = lock(&self.0.status).clone();
+        if let Some((_, control)) = &*lock(&self.0.control)
+            && status.is_active()
+        {
+            status.cancel_requested = control.cancel.load(Ordering::Relaxed);
+            status.paused = control.paused.load(Ordering::Relaxed);
+            status.pause_requested = control.pause.load(Ordering::Relaxed) && !status.paused;
+            let busy = self.0.counters.running.get() > 0;
+            status.waiting_for_serving = busy && status.state == State::Running && !status.paused;
+        }
+        status
+    }
+
+    /// Ends the run at its next edge. Nothing is written.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn cancel(&self) -> Result<TrainStatus> {
+        self.controlled(None, |control| control.cancel.store(true, Ordering::Relaxed))
+    }
+
+    /// Holds the run of this file name at its next edge; it keeps its memory.
+    ///
+    /// # Errors
+    /// When there is none, or it has another name.
+    pub fn pause(&self, out: &str) -> Result<TrainStatus> {
+        self.controlled(Some(out), |control| control.pause.store(true, Ordering::Relaxed))
+    }
+
+    /// Lets the run of this file name go on.
+    ///
+    /// # Errors
+    /// As [`Server::pause`].
+    pub fn resume(&self, out: &str) -> Result<TrainStatus> {
+        self.controlled(Some(out), |control| control.pause.store(false, Ordering::Relaxed))
+    }
+
+    fn controlled(&self, out: Option<&str>, set: impl FnOnce(&Control)) -> Result<TrainStatus> {
+        {
+            let control = lock(&self.0.control);
+            let Some((name, control)) = &*control else {
+                return Err(Error::new(Code::NotRunning, "there is no training run"));
+            };
+            let asked = out.map(|out| out.strip_suffix(".gguf").unwrap_or(out));
+            if asked.is_some_and(|asked| asked != name) {
+                let message = format!("the run that is there writes `{name}.gguf`");
+                let error = Error::new(Code::NotRunning, message);
+                return Err(Error { field: Some("out".into()), ..error });
+            }
+            set(control);
+        }
+        self.0.to_loop.send(Command::Wake);
+        Ok(self.train_status())
+    }
+
+    /// Teaches the shadow of an alias; what is served does not move. Blocks until it is done.
+    ///
+    /// # Errors
+    /// As [`Server::train`]; the shadow is what it was then.
+    pub fn learn(&self, job: LearnJob) -> Result<Learned> {
+        self.check_alias(&job.alias)?;
+        let control = self.claim(&job.alias)?;
+        let learned = guarded(|| self.learned(job, control));
+        *lock(&self.0.control) = None;
+        match &learned {
+            Ok(_) => self.0.counters.jobs_done.add(1),
+            Err(_) => self.0.counters.jobs_failed.add(1),
+        }
+        learned
+    }
+
+    fn learned(&self, mut job: LearnJob, control: Arc<Control>) -> Result<Learned> {
+        let (from, served) = self.shadow_of(&job.alias);
+        if let Some((adapter, _)) = &from {
+            job.config.targets = adapter.tensors.keys().cloned().collect();
+            job.config.alpha = adapter.alpha;
+            job.config.rank = adapter.tensors.values().next().map_or(job.config.rank, |t| t.rank);
+        }
+        let setup = Setup {
+            config: &job.config,
+            examples: &job.examples,
+            held_out: &job.examples,
+            budget: job.memory_budget,
+            measure_first: true,
+        };
+        let (trainer, _) = self.set_up(&setup, Start { from, fallback: None })?;
+        let progress = self.hand_over(trainer, control, job.pacing)?;
+        let (mut before, mut after) = (f64::NAN, f64::NAN);
+        while let Ok(news) = progress.recv() {
+            match news {
+                Progress::Event(Event::Epoch { epoch, held_out: Some(loss), .. }) => {
+                    if epoch == 0 {
+                        before = loss;
+                    }
+                    after = loss;
+                }
+                Progress::Event(_) | Progress::Measured(_) => {}
+                Progress::Ended(ended) => {
+                    let (trainer, end) = *ended;
+                    let outcome = finished(trainer, end)?;
+                    let Outcome { adapter, optimizer, steps, .. } = outcome;
+                    let total_steps = optimizer.steps;
+                    let shadow = Some(Arc::new(Shadow { adapter, optimizer }));
+                    lock(&self.0.registry).entry(job.alias.clone()).or_default().shadow = shadow;
+                    return Ok(Learned {
+                        steps,
+                        total_steps,
+                        loss_before: before,
+                        loss_after: after,
+                        served_generation: served,
+                    });
+                }
+            }
+        }
+        Err(Error::new(Code::Stopping, "the server has stopped"))
+    }
+
+    /// What a shadow goes on from: itself, else what is served; and the generation served.
+    fn shadow_of(&self, alias: &str) -> (Option<(Adapter, AdamW)>, u64) {
+        let registry = lock(&self.0.registry);
+        let Some(entry) = registry.get(alias) else { return (None, 0) };
+        let number = entry.served.as_ref().map_or(0, |g| g.number);
+        let from = match (entry.shadow.as_ref().or(entry.promoted.as_ref()), &entry.served) {
+            (Some(shadow), _) => Some((shadow.adapter.clone(), shadow.optimizer.clone())),
+            (None, Some(g)) => Some(((*g.adapter).clone(), AdamW::default())),
+            (None, None) => None,
+        };
+        (from, number)
+    }
+
+    /// Serves what was learned for an alias as its next generation. Learning goes on from there.
+    ///
+    /// # Errors
+    /// When nothing was learned for it, or learning is under way.
+    pub fn promote(&self, alias: &str) -> Result<u64> {
+        self.check_idle(alias)?;
+        let shadow = self.alias(alias, |entry| entry.shadow.clone());
+        let shadow = shadow.ok_or_else(|| self.unknown(alias))?.ok_or_else(|| nothing(alias))?;
+        let number = self.publish(alias, Arc::new(shadow.adapter.clone()), None)?;
+        self.alias(alias, |entry| (entry.shadow, entry.promoted) = (None, Some(shadow)));
+        Ok(number)
+    }
+
+    /// Drops what was learned for an alias and not promoted.
+    ///
+    /// # Errors
+    /// When there is nothing, or learning is under way.
+    pub fn discard(&self, alias: &str) -> Result<()> {
+        self.check_idle(alias)?;
+        let taken = self.alias(alias, |entry| entry.shadow.take());
+        taken.ok_or_else(|| self.unknown(alias))?.map(|_| ()).ok_or_else(|| nothing(alias))
+    }
+
+    fn check_idle(&self, alias: &str) -> Result<()> {
+        match &*lock(&self.0.control) {
+            Some((name, _)) if name == alias => Err(Error::new(
+                Code::RunInProgress,
+                format!("`{alias}` is being trained; wait for the end or cancel it"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes the place of the one run there can be.
+    fn claim(&self, name: &str) -> Result<Arc<Control>> {
+        if !self.is_ready() {
+            return Err(Error::new(Code::Stopping, "the server is stopping"));
+        }
+        let mut slot = lock(&self.0.control);
+        if let Some((running, _)) = &*slot {
+            return Err(Error::new(
+                Code::RunInProgress,
+                format!("`{running}` is being trained; wait for its end or cancel it"),
+            ));
+        }
+        let control = Arc::new(Control::default());
+        *slot = Some((name.to_string(), control.clone()));
+        Ok(control)
+    }
+
+    /// Differentiates, plans, bounds; takes the memory last.
+    fn set_up(&self, setup: &Setup<'_>, start: Start) -> Result<(Shared, Event)> {
+        if setup.examples.is_empty() {
+            return Err(Error::new(Code::BadData, "there are no examples to learn from"));
+        }
+        let fallback = start.fallback.clone();
+        let model = self.0.model.clone();
+        let mut trainer = Trainer::start(model, setup.config.clone(), start)?;
+        if setup.measure_first {
+            trainer.measure_first();
+        }
+        let event = trainer.load(setup.examples.to_vec(), setup.held_out.to_vec())?;
+        let needed = trainer.planned_bytes();
+        let allowed = [setup.budget, memory::available()].into_iter().flatten().min();
+        if let Some(allowed) = allowed.filter(|&allowed| needed > allowed) {
+            let fits = self.what_fits(setup, fallback, allowed);
+            let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;
+            let message = format!(
+                "the run needs {} MiB beside the model, {} MiB may be taken; {fits}",
+                mib(needed),
+                mib(allowed)
+            );
+            return Err(Error::new(Code::OverBudget, message));
+        }
+        trainer.reserve()?;
+        Ok((trainer, event))
+    }
+
+    /// The nearest settings that fit, in words.
+    fn what_fits(
+        &self,
+        setup: &Setup<'_>,
+        fallback: Option<Arc<dyn graph::Device>>,
+        allowed: usize,
+    ) -> String {
+        let longest = setup.examples.iter().map(|e| e.tokens.len().saturating_sub(1)).max();
+        let mut config = setup.config.clone();
+        config.graph.recompute = Recompute::PerLayer;
+        loop {
+            let start = Start { from: None, fallback: fallback.clone() };
+            let planned = Trainer::start(self.0.model.clone(), config.clone(), start);
+            if planned.is_ok_and(|trainer| trainer.planned_bytes() <= allowed) {
+                let rows = config.graph.rows;
+                let shorter = match rows < longest.unwrap_or(0) {
+                    true => ", for which examples have to be shortened",
+                    false => "",
+                };
+                return format!("`recompute` with `window` {rows} would fit{shorter}");
+            }
+            if config.graph.rows <= 16 {
+                return "no window fits; adapt fewer layers or a lower rank".into();
+            }
+            config.graph.rows = (config.graph.rows / 2).max(16);
+        }
+    }
+
+    fn hand_over(
+        &self,
+        trainer: Shared,
+        control: Arc<Control>,
+        pacing: Pacing,
+    ) -> Result<Receiver<Progress>> {
+        let (to_owner, progress) = channel();
+        let pacer = Pacer::new(pacing);
+        let run = Run { trainer, control, pacer, to_owner };
+        match self.0.to_loop.send(Command::Train(Box::new(run))) {
+            true => Ok(progress),
+            false => Err(Error::new(Code::Stopping, "the server has stopped")),
+        }
+    }
+
+    /// Keeps the status of a run up to date, and brings it to its end.
+    fn follow(&self, job: &TrainJob, progress: &Receiver<Progress>) -> Result<()> {
+        let mut began = Instant::now();
+        let mut epoch_rows = 0;
+        while let Ok(news) = progress.recv() {
+            match news {
+                Progress::Event(Event::Start { .. }) => {}
+                Progress::Event(Event::Step { step, loss, rows, .. }) => {
+                    let mut status = lock(&self.0.status);
+                    (status.steps, status.loss) = (step, Some(loss));
+                    status.rows += rows as u64;
+                    epoch_rows += rows;
+                }
+                Progress::Event(Event::Epoch { epoch, loss, held_out }) => {
+                    let seconds = began.elapsed().as_secs_f64();
+                    let rate = epoch_rows as f64 / seconds.max(1e-9);
+                    (began, epoch_rows) = (Instant::now(), 0);
+                    let eval_loss = held_out;
+                    lock(&self.0.status).epochs.push(EpochStatus {
+                        epoch,
+                        train_loss: loss,
+                        eval_loss,
+                        seconds,
+                        train_tok_s: rate,
+                    });
+                }
+                Progress::Measured(measured) => {
+                    lock(&self.0.status).measured(&measured.0, &measured.1);
+                }
+                Progress::Ended(ended) => {
+                    let (trainer, end) = *ended;
+                    if let End::Cancelled = end {
+                        drop(trainer);
+                        self.ended(|status| status.state = State::Cancelled);
+                        self.0.counters.jobs_failed.add(1);
+                        return Ok(());
+                    }
+                    let outcome = finished(trainer, end)?;
+                    outcome.adapter.write(&job.out, &self.0.model)?;
+                    // What is served is what the file says.
+                    let adapter = Arc::new(Adapter::read(&job.out, &self.0.model)?);
+                    let file = Some(job.out.clone());
+                    let generation = self.publish(&job.name, adapter, file)?;
+                    self.ended(|status| {
+                        status.state = State::Done;
+                        status.adapter = Some(job.out.display().to_string());
+                        status.alias = Some(job.name.clone());
+                        status.generation = Some(generation);
+                    });
+                    self.0.counters.jobs_done.add(1);
+                    return Ok(());
+                }
+            }
+        }
+        Err(Error::new(Code::Stopping, "the server has stopped"))
+    }
+
+    /// The run is over: its place is free, and its status stays.
+    fn ended(&self, with: impl FnOnce(&mut TrainStatus)) {
+        let mut control = lock(&self.0.control);
+        let mut status = lock(&self.0.status);
+        if let Some((_, control)) = control.take() {
+            status.cancel_requested = control.cancel.load(Ordering::Relaxed);
+        }
+        (status.paused, status.pause_requested) = (false, false);
+        with(&mut status);
+    }
+
+    fn failed(&self, e: &Error) {
+        self.0.counters.jobs_failed.add(1);
+        self.ended(|status| {
+            status.state = State::Error;
+            status.error = Some(Failure::from(e));
+        });
+    }
+}
+
+/// The outcome of a run that has ended.
+fn finished(trainer: Shared, end: End) -> Result<Outcome> {
+    match end {
+        End::Done => Ok(trainer.finish()?),
+        End::Cancelled => Err(Error::new(Code::NotRunning, "the run was cancelled")),
+        End::Failed(e) => Err(e),
+    }
+}
+
+fn nothing(alias: &str) -> Error {
+    let message = format!("nothing has been learned for `{alias}` since it was last promoted");
+    Error::new(Code::AdapterState, message)
+}
+
+/// A panic off the loop is a failure of its job alone.
+fn guarded<T>(what: impl FnOnce() -> Result<T>) -> Result<T> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(what)).unwrap_or_else(|_| {
+        Err(Error::new(Code::Internal, "the job panicked; this is a bug in Gradus"))
+    })
+}

@@ -1,0 +1,344 @@
+//! The handle that everything outside of the loop holds.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use graph::{Code, DType};
+use model::{Adapter, Engine, EngineConfig, Model};
+
+use crate::engine_loop::{Active, Command, Control, EngineLoop, ToLoop};
+use crate::metrics::{Counters, Metric};
+use crate::registry::{Alias, Generation, Registry};
+use crate::{Ask, Error, Result, Served, TrainStatus, Turn};
+
+/// How a server is set up.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Options {
+    /// The base model's name.
+    pub name: String,
+    /// Turns that run at once, 1 to 256.
+    pub slots: usize,
+    /// Turns that may wait, 0 to 65,536.
+    pub queue: usize,
+    /// Element type of the cache.
+    pub cache: DType,
+    /// Positions the cache holds, over all turns.
+    pub positions: usize,
+    /// Rows of a batch while there are prompts, 16 to 4,096: longer ones hold the other turns up.
+    pub prompt_chunk: usize,
+    /// The folder that jobs write to and adapters are loaded from; training is off without it.
+    pub train_dir: Option<PathBuf>,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            name: "base".into(),
+            slots: 8,
+            queue: 64,
+            cache: DType::F16,
+            positions: 8192,
+            prompt_chunk: 128,
+            train_dir: None,
+        }
+    }
+}
+
+/// What the handles share.
+pub(crate) struct Shared {
+    pub(crate) model: Arc<Model>,
+    pub(crate) options: Options,
+    pub(crate) to_loop: ToLoop,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) registry: Mutex<Registry>,
+    pub(crate) status: Mutex<TrainStatus>,
+    /// The controls of the run that is there, under the name it is controlled by.
+    pub(crate) control: Mutex<Option<(String, Arc<Control>)>>,
+    stopping: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    started: u64,
+}
+
+/// A model being served. Cheap to clone; every method may be called from any thread.
+#[derive(Clone)]
+pub struct Server(pub(crate) Arc<Shared>);
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+impl Server {
+    /// Takes the cache and starts the loop.
+    ///
+    /// # Errors
+    /// An option that is out of range, by name; or when memory or a thread cannot be had.
+    pub fn start(model: Arc<Model>, options: Options) -> Result<Server> {
+        for (field, value, least, most) in [
+            ("slots", options.slots, 1, 256),
+            ("queue", options.queue, 0, 65_536),
+            ("prompt_chunk", options.prompt_chunk, 16, 4096),
+        ] {
+            if value < least || value > most {
+                let message = format!("`{field}` is {value}; expected {least} to {most}");
+                return Err(Error::field(field, message));
+            }
+        }
+        let config = EngineConfig {
+            cache: options.cache,
+            positions: options.positions,
+            batch: options.prompt_chunk.max(options.slots),
+            // As many again for the states at which prefixes are reused.
+            states: 2 * options.slots + 2,
+        };
+        let engine = Engine::new(model.clone(), config)?;
+        let counters = Arc::new(Counters::default());
+        let (to_loop, commands) = ToLoop::new();
+        let engine_loop =
+            EngineLoop::new(engine, options.clone(), (&to_loop, commands), counters.clone());
+        let thread = std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(move || engine_loop.run())
+            .map_err(|e| Error::new(Code::OutOfMemory, format!("no engine thread: {e}")))?;
+        Ok(Server(Arc::new(Shared {
+            model,
+            options,
+            to_loop,
+            counters,
+            registry: Mutex::default(),
+            status: Mutex::default(),
+            control: Mutex::default(),
+            stopping: AtomicBool::new(false),
+            thread: Mutex::new(Some(thread)),
+            started: now(),
+        })))
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.0.model
+    }
+
+    /// How it was set up.
+    pub fn options(&self) -> &Options {
+        &self.0.options
+    }
+
+    /// What can be asked for: the base model first, then every alias that something is served
+    /// under or learned for.
+    pub fn names(&self) -> Vec<Served> {
+        let mut names = vec![Served {
+            name: self.0.options.name.clone(),
+            generation: 0,
+            created: self.0.started,
+            file: None,
+            shadow_steps: None,
+        }];
+        for (name, alias) in lock(&self.0.registry).iter() {
+            let served = alias.served.as_ref();
+            names.push(Served {
+                name: name.clone(),
+                generation: served.map_or(0, |g| g.number),
+                created: served.map_or(0, |g| g.created),
+                file: served.and_then(|g| g.file.clone()),
+                shadow_steps: alias.shadow.as_ref().map(|s| s.optimizer.steps),
+            });
+        }
+        names
+    }
+
+    /// The generation of an alias, or none for the base model.
+    fn resolve(&self, name: &str) -> Result<Option<Arc<Generation>>> {
+        if name == self.0.options.name {
+            return Ok(None);
+        }
+        let registry = lock(&self.0.registry);
+        match registry.get(name).and_then(|alias| alias.served.clone()) {
+            Some(generation) => Ok(Some(generation)),
+            None => {
+                let mut known = vec![self.0.options.name.as_str()];
+                let served = registry.iter().filter(|(_, a)| a.served.is_some());
+                known.extend(served.map(|(n, _)| n.as_str()));
+                let message =
+                    format!("there is no model `{name}`; there are: {}", known.join(", "));
+                let error = Error::new(Code::UnknownModel, message);
+                Err(Error { field: Some("model".into()), ..error })
+            }
+        }
+    }
+
+    /// Asks for an answer. Never waits.
+    ///
+    /// # Errors
+    /// When the model is not known, the prompt does not fit the context, a setting is out of
+    /// range, too many wait already, or the server is stopping.
+    pub fn ask(&self, ask: Ask) -> Result<Turn> {
+        if self.0.stopping.load(Ordering::Relaxed) {
+            return Err(Error::new(Code::Stopping, "the server is stopping"));
+        }
+        let generation = self.resolve(&ask.model)?;
+        let context = self.0.model.geometry().context.min(self.0.options.positions);
+        let tokens = ask.tokens.len();
+        if tokens == 0 {
+            return Err(Error::field(
+                "messages",
+                "the prompt is empty; expected at least one token",
+            ));
+        }
+        if tokens >= context {
+            let message = format!(
+                "the prompt has {tokens} tokens; the context holds {context}, and the answer needs \
+                 some of it"
+            );
+            let error = Error::new(Code::ContextExceeded, message);
+            return Err(Error { field: Some("messages".into()), ..error });
+        }
+        let vocab = self.0.model.geometry().vocab;
+        if let Some(bad) = ask.tokens.iter().find(|&&t| t as usize >= vocab) {
+            return Err(Error::field(
+                "prompt",
+                format!("token {bad} is outside of the vocabulary"),
+            ));
+        }
+        let Options { queue, slots, .. } = self.0.options;
+        let there = self.0.counters.waiting.get() + self.0.counters.running.get();
+        if there >= (queue + slots) as u64 {
+            let message =
+                format!("{there} requests run or wait, the most there may be; try again later");
+            return Err(Error::new(Code::QueueFull, message));
+        }
+        let number = generation.as_ref().map_or(0, |g| g.number);
+        let (say, said) = tokio::sync::mpsc::unbounded_channel();
+        let turn = Box::new(Active::new(ask, generation, say)?);
+        // Counted here, so that many at once are bounded; the loop keeps the exact number.
+        self.0.counters.waiting.add(1);
+        match self.0.to_loop.send(Command::Ask(turn)) {
+            true => Ok(Turn { said, generation: number }),
+            false => Err(Error::new(Code::Stopping, "the server has stopped")),
+        }
+    }
+
+    /// Makes an adapter a new generation of an alias. Turns in flight keep the one they have.
+    pub(crate) fn publish(
+        &self,
+        alias: &str,
+        adapter: Arc<Adapter>,
+        file: Option<PathBuf>,
+    ) -> Result<u64> {
+        let stopped = || Error::new(Code::Stopping, "the server has stopped");
+        let (reply, answer) = std::sync::mpsc::channel();
+        if !self.0.to_loop.send(Command::Attach(adapter.clone(), reply)) {
+            return Err(stopped());
+        }
+        let id = answer.recv().map_err(|_| stopped())?;
+        let mut registry = lock(&self.0.registry);
+        let entry = registry.entry(alias.to_string()).or_default();
+        entry.count += 1;
+        let number = entry.count;
+        let to_loop = self.0.to_loop.clone();
+        let generation = Generation { id, number, adapter, file, created: now(), to_loop };
+        let before = entry.served.replace(Arc::new(generation));
+        // Dropped without the lock.
+        drop(registry);
+        drop(before);
+        Ok(number)
+    }
+
+    /// Reads an adapter's file and serves it under an alias.
+    ///
+    /// # Errors
+    /// When the name is not allowed, or the file is no adapter of this model.
+    pub fn load_adapter(&self, alias: &str, file: &Path) -> Result<u64> {
+        self.check_alias(alias)?;
+        {
+            // A retry after a lost answer finds what the first try did.
+            let registry = lock(&self.0.registry);
+            let same = registry.get(alias).and_then(|a| a.served.as_ref());
+            if let Some(g) = same.filter(|g| g.file.as_deref() == Some(file)) {
+                let newer = std::fs::metadata(file).and_then(|m| m.modified()).ok();
+                let newer = newer.and_then(|t| t.duration_since(UNIX_EPOCH).ok());
+                if newer.is_some_and(|t| t.as_secs() < g.created) {
+                    return Ok(g.number);
+                }
+            }
+        }
+        let adapter = Adapter::read(file, &self.0.model)?;
+        self.publish(alias, Arc::new(adapter), Some(file.to_path_buf()))
+    }
+
+    pub(crate) fn check_alias(&self, alias: &str) -> Result<()> {
+        let fine = |c: char| c.is_alphanumeric() || "-_.:".contains(c);
+        if alias.is_empty() || alias.len() > 200 || !alias.chars().all(fine) {
+            let message = format!(
+                "alias `{}` is not allowed; expected up to 200 letters, digits, `-`, `_`, `.`, `:`",
+                alias.chars().take(40).collect::<String>().escape_debug()
+            );
+            return Err(Error::field("alias", message));
+        }
+        if alias == self.0.options.name {
+            let message = format!("`{alias}` is the base model's name; choose another alias");
+            return Err(Error::field("alias", message));
+        }
+        Ok(())
+    }
+
+    /// Serves nothing under an alias any more. Turns in flight end as they would have; what was
+    /// learned for it and not promoted stays.
+    ///
+    /// # Errors
+    /// When nothing is served under it.
+    pub fn unload_adapter(&self, alias: &str) -> Result<()> {
+        let mut registry = lock(&self.0.registry);
+        let taken = registry.get_mut(alias).and_then(|entry| {
+            entry.promoted = None;
+            entry.served.take()
+        });
+        // The count stays, so that a generation's number is never used again.
+        drop(registry);
+        match taken {
+            Some(_) => Ok(()),
+            None => Err(self.unknown(alias)),
+        }
+    }
+
+    pub(crate) fn unknown(&self, alias: &str) -> Error {
+        let shown: String = alias.chars().take(200).collect();
+        let error = Error::new(
+            Code::UnknownModel,
+            format!("there is no adapter `{}`", shown.escape_debug()),
+        );
+        Error { field: Some("alias".into()), ..error }
+    }
+
+    pub(crate) fn alias<T>(&self, alias: &str, with: impl FnOnce(&mut Alias) -> T) -> Option<T> {
+        lock(&self.0.registry).get_mut(alias).map(with)
+    }
+
+    /// Everything that is counted.
+    pub fn metrics(&self) -> Vec<Metric> {
+        self.0.counters.all()
+    }
+
+    /// True while requests are taken.
+    pub fn is_ready(&self) -> bool {
+        !self.0.stopping.load(Ordering::Relaxed)
+    }
+
+    /// Takes no more requests, cancels training, and waits until the running turns have ended,
+    /// at most this long.
+    pub fn stop(&self, patience: Duration) {
+        self.0.stopping.store(true, Ordering::Relaxed);
+        let at = Instant::now().checked_add(patience).unwrap_or_else(Instant::now);
+        self.0.to_loop.send(Command::Stop(at));
+        let thread = lock(&self.0.thread).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+}
