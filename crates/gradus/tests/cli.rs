@@ -13,6 +13,7 @@ const COMMANDS: [&str; 12] = [
     "pull",
     "run",
     "chat",
+    "serve",
     "train",
     "inspect",
     "tokenize",

@@ -10,5 +10,6 @@ pub mod make_toy;
 pub mod perplexity;
 pub mod pull;
 pub mod run;
+pub mod serve;
 pub mod tokenize;
 pub mod train;
