@@ -89,12 +89,10 @@ const FAMILIES: &[Family] = &[
         arch: "qwen35moe",
         routed: Routed::Always,
         keys: |toy| {
-            let mut keys = hybrid(toy);
-            let shared = Value::U32(toy.ffn as u32);
-            keys.push(("expert_shared_feed_forward_length", shared));
-            keys
+            let shared = ("expert_shared_feed_forward_length", Value::U32(toy.ffn as u32));
+            hybrid(toy).into_iter().chain([shared]).collect()
         },
-        optional: &[],
+        optional: &["output.weight"],
     },
     Family {
         arch: "qwen3moe",
@@ -127,6 +125,9 @@ fn hybrid(toy: &Toy) -> Vec<(&'static str, Value)> {
 
 /// The largest toy, in bytes of its tensors: they are made in memory.
 const MOST_BYTES: usize = 4 << 30;
+
+/// A tensor and its bytes.
+type Tensor = (TensorInfo, Cow<'static, [u8]>);
 
 /// A tensor, and how it is stored.
 struct Planned {
@@ -194,7 +195,7 @@ impl Toy {
         Ok(gguf::write(path, &metadata, tensors)?)
     }
 
-    fn make(&self) -> Result<(Metadata, Vec<(TensorInfo, Cow<'static, [u8]>)>)> {
+    fn make(&self) -> Result<(Metadata, Vec<Tensor>)> {
         let family = family(&self.arch).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().map(|f| f.arch).collect();
             let known = known.join(", ");
