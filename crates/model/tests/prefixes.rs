@@ -7,7 +7,7 @@ mod common;
 use common::{adapter, assert_ends, cold, engine, feed, tokens, toy};
 use model::{Cache, Engine, Error, Rows, SeqId, WantLogits};
 
-const ARCHITECTURES: [&str; 5] = ["llama", "gemma3", "qwen35", "qwen3moe", "qwen35moe"];
+const ARCHITECTURES: [&str; 5] = ["llama", "gemma3", "qwen35", "qwen35moe", "qwen3moe"];
 
 /// Opens a sequence, runs what it lacks of the tokens, and compares with a cold run's logits.
 /// Gives the sequence and how many tokens it reused.

@@ -71,8 +71,9 @@ fn one_and_two_threads_and_recomputation_give_the_same_file() {
         ("llama", TensorType::Q4_1),
         ("gemma3", TensorType::Q4K),
         ("qwen2", TensorType::F32),
-        ("qwen35moe", TensorType::Q5K),
+        ("qwen35", TensorType::Q5K),
         ("qwen3moe", TensorType::Q5_0),
+        ("qwen35moe", TensorType::Q5K),
     ] {
         let (one, two) = (toy(arch, ty, 1), toy(arch, ty, 2));
         let (file, losses) = run(&one, Recompute::None, &format!("{arch}-1"));
