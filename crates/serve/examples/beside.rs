@@ -17,6 +17,7 @@ const WINDOW: usize = 256;
 fn config(model: &Model) -> TrainConfig {
     TrainConfig {
         targets: select_targets(model, &["attn".into()]).unwrap(),
+        weights: Vec::new(),
         rank: 8,
         alpha: 16.0,
         lr: 1e-4,

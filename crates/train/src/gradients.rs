@@ -127,6 +127,10 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         std::iter::once(self.model.device().as_ref()).chain(fallback).collect()
     }
 
+    pub(crate) fn model(&self) -> &Model {
+        &self.model
+    }
+
     /// Rows of the model's embedding table: every token is below.
     pub(crate) fn vocab(&self) -> usize {
         self.model.geometry().vocab
@@ -489,6 +493,12 @@ impl<M: Deref<Target = Model>> Gradients<M> {
 }
 
 impl Parameters {
+    /// How many numbers move.
+    pub fn count(&self) -> usize {
+        let adapter = self.adapter.as_ref().map_or(0, Adapter::parameters);
+        adapter + self.weights.values().map(Vec::len).sum::<usize>()
+    }
+
     /// The leaf names of everything a gradient is taken of, in order.
     pub fn names(&self) -> Vec<String> {
         let mut names = Vec::new();

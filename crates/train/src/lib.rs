@@ -13,9 +13,11 @@ mod gradients;
 mod optimizer;
 mod step;
 mod trainer;
+mod weights;
 
 pub use data::{Example, Window, pack, read_jsonl};
 pub use error::{Error, Result};
 pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
 pub use optimizer::{AdamW, Schedule};
 pub use trainer::{Advance, Event, Outcome, Start, TrainConfig, Trainer, select_targets};
+pub use weights::{select_weights, write_weights};

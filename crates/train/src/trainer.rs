@@ -1,6 +1,6 @@
 //! The loop: windows in, an adapter out.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -16,8 +16,10 @@ use crate::{
 /// The settings of a run.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TrainConfig {
-    /// Base tensors to adapt.
+    /// Base tensors to adapt; without any there is no adapter.
     pub targets: Vec<String>,
+    /// Float tensors of the model that are trained themselves.
+    pub weights: Vec<String>,
     /// Rank of every pair, 1 to 4096.
     pub rank: usize,
     /// The adapter's effect is multiplied by `alpha / rank`.
@@ -118,8 +120,10 @@ pub enum Advance {
 /// How a run ended.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Outcome {
-    /// The adapter.
+    /// The adapter; without tensors where there were no targets.
     pub adapter: Adapter,
+    /// The model's own tensors that were trained, by name.
+    pub weights: BTreeMap<String, Vec<f32>>,
     /// The optimizer with its moments, for a run that goes on from here.
     pub optimizer: AdamW,
     /// Optimizer steps taken.
@@ -194,24 +198,30 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Trainer::new`].
     pub fn start(model: M, config: TrainConfig, start: Start) -> Result<Trainer<M>> {
         config.check()?;
+        let TrainConfig { targets, rank, alpha, seed, .. } = &config;
         let (adapter, optimizer) = match start.from {
-            Some(from) => from,
+            Some((adapter, optimizer)) => (Some(adapter), optimizer),
+            None if targets.is_empty() && config.weights.is_empty() => {
+                let why = "`targets` is empty; expected at least one projection or weight";
+                return Err(Error::Setting(why.into()));
+            }
+            None if targets.is_empty() => (None, AdamW::new(config.weight_decay)),
             None => {
-                let TrainConfig { targets, rank, alpha, seed, .. } = &config;
-                if targets.is_empty() {
-                    let why = "`targets` is empty; expected at least one projection";
-                    return Err(Error::Setting(why.into()));
-                }
                 let adapter = Adapter::fresh(&model, targets, *rank, *alpha, *seed)?;
-                (adapter, AdamW::new(config.weight_decay))
+                (Some(adapter), AdamW::new(config.weight_decay))
             }
         };
-        let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+        // Planned before a tensor is read, so that what is refused costs nothing.
+        let empty = config.weights.iter().map(|name| (name.clone(), Vec::new()));
+        let mut parameters = Parameters { adapter, weights: empty.collect() };
         let mut gradients = Gradients::new(model, config.graph.clone())?;
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
         gradients.plan(&parameters)?;
+        for (name, values) in &mut parameters.weights {
+            *values = gradients.model().read_f32(name)?;
+        }
         Ok(Trainer {
             gradients,
             parameters,
@@ -297,7 +307,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             true => Work::HeldOut { window: 0, pass: None, loss: 0.0 },
             false => Work::Next,
         };
-        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
+        let parameters = self.parameters.count();
         Ok(Event::Start { steps: self.steps, parameters, arena_bytes, scratch_bytes })
     }
 
@@ -309,8 +319,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// Bytes that a run takes beside the model: arenas, what crosses between devices, and five
     /// numbers for each that moves (itself, its gradient twice, two moments).
     pub fn planned_bytes(&self) -> usize {
-        let parameters = self.parameters.adapter.as_ref().map_or(0, Adapter::parameters);
-        self.gradients.planned_bytes() + parameters * 5 * 4
+        self.gradients.planned_bytes() + self.parameters.count() * 5 * 4
     }
 
     /// Takes the memory of the run.
@@ -453,10 +462,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             while step.advance(gradients, parameters, optimizer, &())?.is_none() {}
         }
         let steps = self.optimizer.steps - self.first_step;
-        let adapter = self.parameters.adapter.unwrap_or(Adapter {
-            alpha: self.config.alpha,
-            tensors: std::collections::BTreeMap::new(),
-        });
+        let adapter = self
+            .parameters
+            .adapter
+            .unwrap_or(Adapter { alpha: self.config.alpha, tensors: BTreeMap::new() });
         let dead: Vec<&str> = adapter
             .tensors
             .iter()
@@ -473,7 +482,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         let moved = (total - dead.len(), total);
         let (optimizer, last_loss) = (self.optimizer, self.last_loss);
-        Ok(Outcome { adapter, optimizer, steps, last_loss, moved })
+        let weights = self.parameters.weights;
+        Ok(Outcome { adapter, weights, optimizer, steps, last_loss, moved })
     }
 }
 

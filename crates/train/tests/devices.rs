@@ -105,6 +105,7 @@ fn toy(device: Arc<dyn Device>) -> Model {
 fn config(model: &Model) -> TrainConfig {
     TrainConfig {
         targets: select_targets(model, &["all".into()]).unwrap(),
+        weights: Vec::new(),
         rank: 4,
         alpha: 12.0,
         lr: 3e-3,

@@ -29,6 +29,7 @@ fn examples() -> Vec<Example> {
 fn config(model: &Model, recompute: Recompute) -> TrainConfig {
     TrainConfig {
         targets: select_targets(model, &["all".into()]).unwrap(),
+        weights: Vec::new(),
         rank: 4,
         alpha: 12.0,
         lr: 3e-3,

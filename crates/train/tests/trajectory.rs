@@ -23,6 +23,7 @@ struct Errors {
 fn config() -> TrainConfig {
     TrainConfig {
         targets: Vec::new(),
+        weights: Vec::new(),
         rank: 4,
         alpha: 12.0,
         lr: 1e-3,

@@ -198,6 +198,7 @@ fn train(args: &Args) -> Result<()> {
     }
     memory::reset_peak();
     let config = TrainConfig {
+        weights: Vec::new(),
         targets: train::select_targets(&model, &["all".to_string()])?,
         rank: args.rank,
         alpha: 16.0,

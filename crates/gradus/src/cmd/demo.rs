@@ -56,6 +56,7 @@ const SHOWN: usize = 4;
 /// not trained on than few large ones, at the same cost.
 fn settings(recompute: RecomputeName) -> Settings {
     Settings {
+        train_weights: Vec::new(),
         targets: vec!["all".into()],
         rank: 8,
         alpha: 16.0,

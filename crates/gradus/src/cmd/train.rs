@@ -42,8 +42,12 @@ pub struct Args {
     pub data: PathBuf,
 
     /// The adapter to write, as GGUF
-    #[arg(short, long, value_name = "FILE", required_unless_present = "dry_run")]
+    #[arg(short, long, value_name = "FILE", required_unless_present_any = ["dry_run", "out_model"])]
     pub out: Option<PathBuf>,
+
+    /// The model to write anew with the tensors of `--train-weights`, as GGUF
+    #[arg(long, value_name = "FILE", requires = "train_weights")]
+    pub out_model: Option<PathBuf>,
 
     #[command(flatten)]
     pub template: TemplateArgs,
@@ -64,10 +68,15 @@ pub struct Args {
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Training")]
 pub struct Settings {
-    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, or a part of tensor names such as
-    /// `attn_q` or `blk.3.`
+    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, a part of tensor names such as
+    /// `attn_q` or `blk.3.`, or `none`
     #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
     pub targets: Vec<String>,
+
+    /// The model's own float tensors to train: `all`, or a part of their names such as `norm`;
+    /// with `--targets none` without an adapter
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', num_args = 1)]
+    pub train_weights: Vec<String>,
 
     /// Rank of the adapter's matrices
     #[arg(long, value_name = "R", default_value_t = 8)]
@@ -148,13 +157,22 @@ impl RecomputeName {
 }
 
 impl Settings {
+    /// True unless no adapter is asked for.
+    pub fn adapts(&self) -> bool {
+        self.targets != ["none"]
+    }
+
     /// The trainer's settings, for a model.
     ///
     /// # Errors
     /// When a target matches no projection.
     pub fn config(&self, model: &Model) -> Result<TrainConfig> {
         Ok(TrainConfig {
-            targets: train::select_targets(model, &self.targets)?,
+            targets: match self.adapts() {
+                true => train::select_targets(model, &self.targets)?,
+                false => Vec::new(),
+            },
+            weights: train::select_weights(model, &self.train_weights)?,
             rank: self.rank,
             alpha: self.alpha,
             lr: self.lr,
@@ -297,8 +315,17 @@ pub fn train(
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    if let Some(out) = &args.out {
+    for out in args.out.iter().chain(&args.out_model) {
         check_writable(out)?;
+    }
+    let settings = &args.settings;
+    if !settings.train_weights.is_empty() && args.out_model.is_none() && !args.dry_run {
+        return Err(Error::invalid("`--train-weights` needs `--out-model`, the file to write"));
+    }
+    if args.out.is_none() && !args.dry_run && settings.adapts() {
+        return Err(Error::invalid(
+            "an adapter is trained too: name its file with `--out`, or none with `--targets none`",
+        ));
     }
     let model = args.model.load()?;
     let template = args.template.of(&model)?;
@@ -314,9 +341,13 @@ pub fn run(args: &Args) -> Result<()> {
     if ran.outcome.steps == 0 {
         return Err(Error::Interrupted);
     }
-    let out = args.out.clone().unwrap_or_default();
-    ran.outcome.adapter.write(&out, &model)?;
-    report(args, &out, &ran)?;
+    if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
+        ran.outcome.adapter.write(out, &model)?;
+    }
+    if let Some(out) = &args.out_model {
+        train::write_weights(out, &model, &ran.outcome.weights)?;
+    }
+    report(args, &ran)?;
     if ran.interrupted { Err(Error::Interrupted) } else { Ok(()) }
 }
 
@@ -379,11 +410,13 @@ fn describe(args: &Args, examples: &[Example], targets: usize, ran: &Ran) -> Res
     Ok(())
 }
 
-fn report(args: &Args, out: &Path, ran: &Ran) -> Result<()> {
+fn report(args: &Args, ran: &Ran) -> Result<()> {
     let (moved, total) = ran.outcome.moved;
+    let out = args.out.as_ref().filter(|_| args.settings.adapts());
     if args.json {
         return json(&json!({
             "adapter": out,
+            "model": args.out_model,
             "steps": ran.outcome.steps,
             "steps_planned": ran.steps_planned,
             "interrupted": ran.interrupted,
@@ -400,7 +433,14 @@ fn report(args: &Args, out: &Path, ran: &Ran) -> Result<()> {
         }));
     }
     summary(ran)?;
-    line(&format!("adapter  {}: {moved} of {total} targets moved", out.display()))
+    if let Some(out) = out {
+        line(&format!("adapter  {}: {moved} of {total} targets moved", out.display()))?;
+    }
+    if let Some(out) = &args.out_model {
+        let tensors = ran.outcome.weights.len();
+        line(&format!("model    {}: {tensors} of its tensors trained", out.display()))?;
+    }
+    Ok(())
 }
 
 /// The lines about a run's loss, speed and memory.

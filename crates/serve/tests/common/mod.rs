@@ -87,6 +87,7 @@ impl Fixture {
     pub fn config(&self) -> TrainConfig {
         TrainConfig {
             targets: select_targets(&self.model(), &["attn".into()]).unwrap(),
+            weights: Vec::new(),
             rank: 4,
             alpha: 8.0,
             lr: 3e-3,
