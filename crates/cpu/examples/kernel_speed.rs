@@ -164,10 +164,11 @@ fn run() -> Result<()> {
                 let slots = g.leaf("slots", Shape::new(&[rows])?, DType::I32)?;
                 let (a, b) = (leaf(g, "a", &[8, 576])?, leaf(g, "b", &[1536, 8])?);
                 let scale = leaf(g, "scale", &[1])?;
+                let inner = leaf(g, "inner", &[rows, 8])?;
                 let args = match wrt {
                     LoraOperand::X => vec![dy, slots, a, b, scale],
-                    LoraOperand::A => vec![x, dy, slots, b, scale],
-                    LoraOperand::B => vec![x, dy, slots, a, scale],
+                    LoraOperand::A => vec![x, inner, slots],
+                    LoraOperand::B => vec![inner, dy, slots],
                 };
                 g.push(Op::LoraBack { slots: 1, wrt, slot: 0 }, &args, "lora")
             })?;

@@ -36,6 +36,7 @@ enum Command {
     Pull(cmd::pull::Args),
     Run(cmd::run::Args),
     Chat(cmd::chat::Args),
+    Serve(cmd::serve::Args),
     Train(cmd::train::Args),
     Inspect(cmd::inspect::Args),
     Tokenize(cmd::tokenize::Args),
@@ -43,6 +44,7 @@ enum Command {
     Bench(cmd::bench::Args),
     CheckGrads(cmd::check_grads::Args),
     Dump(cmd::dump::Args),
+    MakeToy(cmd::make_toy::Args),
 }
 
 fn execute(command: Command) -> Result<()> {
@@ -51,6 +53,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Pull(args) => cmd::pull::run(&args),
         Command::Run(args) => cmd::run::run(&args),
         Command::Chat(args) => cmd::chat::run(&args),
+        Command::Serve(args) => cmd::serve::run(&args),
         Command::Train(args) => cmd::train::run(&args),
         Command::Inspect(args) => cmd::inspect::run(&args),
         Command::Tokenize(args) => cmd::tokenize::run(&args),
@@ -58,6 +61,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Bench(args) => cmd::bench::run(&args),
         Command::CheckGrads(args) => cmd::check_grads::run(&args),
         Command::Dump(args) => cmd::dump::run(&args),
+        Command::MakeToy(args) => cmd::make_toy::run(&args),
     }
 }
 

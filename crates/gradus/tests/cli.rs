@@ -8,11 +8,12 @@ use std::process::{Command, Output, Stdio};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 12] = [
     "demo",
     "pull",
     "run",
     "chat",
+    "serve",
     "train",
     "inspect",
     "tokenize",
@@ -20,8 +21,10 @@ const COMMANDS: [&str; 11] = [
     "bench",
     "check-grads",
     "dump",
+    "make-toy",
 ];
-const ARCHITECTURES: [&str; 5] = ["llama", "qwen2", "gemma3", "qwen3_5", "qwen3_5_moe"];
+const ARCHITECTURES: [&str; 8] =
+    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "qwen3_5", "qwen3_5_moe"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -701,6 +704,49 @@ fn an_interrupted_training_writes_a_whole_adapter() {
 
 /// What `docs/cli.md` says of each command is its `--help`. `UPDATE_DOCS=1 cargo test -p gradus`
 /// writes it anew.
+#[test]
+fn a_toy_of_any_architecture_runs_and_trains() {
+    let folder = Folder::new("toy");
+    let data = folder.write("d.jsonl", facts());
+    for (arch, extra) in [("qwen3moe", &["--format", "q4_0"][..]), ("llama", &["--experts", "4"])] {
+        let toy = folder.file(&format!("{arch}.gguf"));
+        let args = [&["make-toy", arch, "--out", &toy], extra].concat();
+        assert!(ok(&args).contains(&format!("{arch}.gguf: ")));
+        let first = std::fs::read(&toy).unwrap();
+        let said = json(&[&args[..], &["--json"]].concat());
+        assert_eq!(said["bytes"], first.len());
+        assert!(first == std::fs::read(&toy).unwrap(), "{arch}: the same options, another file");
+        let inspected = json(&["inspect", &toy, "--json"]);
+        let targets = inspected["training"]["targets"].to_string();
+        for target in ["blk.1.ffn_down_exps.weight", "blk.0.ffn_gate_inp.weight"] {
+            assert!(targets.contains(target), "{targets}");
+        }
+        assert!(ok(&["inspect", &toy]).contains("blk.*.ffn_gate_exps.weight x2"));
+        ok(&["run", "-m", &toy, "-p", "hello", "-n", "4", "--seed", "1"]);
+        let adapter = folder.file("a.gguf");
+        let train = |targets: &str| {
+            let args = ["train", "-m", &toy, "--data", &data, "-o", &adapter, "--json"];
+            let few = ["--epochs", "1", "--rank", "2", "--targets", targets];
+            json(&[&args[..], &few[..]].concat())
+        };
+        let said = train("experts,router,attn_q");
+        assert_eq!((&said["targets"], &said["moved"]), (&10.into(), &10.into()), "{said}");
+        ok(&["run", "-m", &toy, "--adapter", &adapter, "-p", "hello", "-n", "4"]);
+    }
+    let out = folder.file("x.gguf");
+    let toy = |args: &[&str], parts: &[&str]| {
+        fails(&[&["make-toy", "--out", &out], args].concat(), 1, parts);
+    };
+    toy(&["gpt5"], &["gpt5", "qwen3moe"]);
+    toy(&["llama", "--format", "q9"], &["--format", "q9", "q4_k"]);
+    toy(&["llama", "--width", "96"], &["96", "256", "Q4_K"]);
+    toy(&["llama", "--width", "0"], &["width", "0"]);
+    toy(&["qwen2", "--experts", "4"], &["experts", "qwen2"]);
+    toy(&["qwen3moe", "--experts-used", "9"], &["experts_used", "9"]);
+    toy(&["llama", "--layers", "1000", "--ffn", "204800", "--width", "65536"], &["bytes"]);
+    assert!(!Path::new(&out).exists(), "a failed toy left a file");
+}
+
 #[test]
 fn the_documentation_is_the_help() {
     let path = root().join("docs/cli.md");

@@ -307,7 +307,7 @@ impl Graph {
     }
 
     /// The two tensors that a flat one holds.
-    fn two_parts(
+    pub(crate) fn two_parts(
         &mut self,
         both: NodeId,
         first: Shape,

@@ -6,6 +6,7 @@
 //! at the variants of [`Op`].
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use crate::*;
 
@@ -263,22 +264,189 @@ fn normal_density(g: &mut Graph, x: NodeId) -> Made {
     g.unary(Unary::Exp, exponent)
 }
 
-/// Gradient `i` of a flat tensor that holds one after the other, each `times` over: those are
-/// summed.
-fn part_of(g: &mut Graph, all: NodeId, shapes: &[Shape; 6], times: &[usize; 6], i: usize) -> Made {
-    let mut sizes = shapes.iter().zip(times).map(|(shape, times)| shape.elements() * times);
-    let start = sizes.by_ref().take(i).sum();
-    let (len, times) = (sizes.next().unwrap_or(0), times.get(i).copied().unwrap_or(1));
+/// Columns of a state that one gradient op of the delta rule takes. They do not mix, and an op of
+/// all of them would be long; neither they nor [`SCAN_TILE`] follow from the number of rows, on
+/// which no sum's order may depend.
+const DELTA_COLUMNS: usize = 16;
+
+/// Elements of the states that one tile of a scan's gradient takes through a sequence; a quarter
+/// where each has a decay of its own, which is most of the work.
+const SCAN_TILE: usize = 2048;
+
+/// Tiles per sequence that one gradient op of a scan has at least, if there are as many.
+const SCAN_TILES: usize = 16;
+
+/// Gradient `i` of a flat tensor that holds one after the other.
+fn part_of(g: &mut Graph, all: NodeId, shapes: [Shape; 6], i: usize) -> Made {
+    let start = shapes.iter().take(i).map(|s| s.elements()).sum();
     let shape = shapes.get(i).copied().unwrap_or(g.node(all).shape);
-    let part = g.slice(all, 0, start, len)?;
-    let part = match times {
-        1 => part,
-        _ => {
-            let parts = g.reshape(part, &[times, shape.elements()])?;
-            g.sum(parts, &[0])?
-        }
-    };
+    let part = g.slice(all, 0, start, shape.elements())?;
     g.reshape(part, shape.dims())
+}
+
+/// A range of a dimension of `x`.
+fn cut(g: &mut Graph, x: NodeId, dim: usize, range: &Range<usize>) -> Made {
+    match g.node(x).shape.dim(dim) == range.len() {
+        true => Ok(x),
+        false => g.slice(x, dim, range.start, range.len()),
+    }
+}
+
+/// `0..n` in runs of `len`; one empty run where there is nothing.
+fn runs(n: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let len = len.max(1);
+    (0..n.div_ceil(len).max(1)).map(move |i| i * len..n.min((i + 1) * len))
+}
+
+/// A gradient that several ops compute parts of.
+struct Joined {
+    /// The dimension along which the parts lie; `None` where they are summed, in order.
+    dim: Option<usize>,
+    parts: Vec<NodeId>,
+}
+
+impl Joined {
+    fn new(dim: Option<usize>) -> Joined {
+        Joined { dim, parts: Vec::new() }
+    }
+
+    /// Takes the next part; `rest` says that there are others. A part that is to lie beside them
+    /// is copied, so that all else its op computed need not stay until they are there.
+    fn push(
+        &mut self,
+        g: &mut Graph,
+        part: NodeId,
+        rest: bool,
+    ) -> std::result::Result<(), Invalid> {
+        let node = g.node(part);
+        let (name, is_view) = (node.name.clone(), node.op.is_view());
+        let part = match (self.dim, self.parts.pop()) {
+            (None, Some(sum)) => g.add(sum, part)?,
+            (None, None) => part,
+            (Some(_), last) => {
+                self.parts.extend(last);
+                if rest && is_view { g.push(Op::Copy, &[part], &name)? } else { part }
+            }
+        };
+        self.parts.push(part);
+        Ok(())
+    }
+
+    fn done(self, g: &mut Graph) -> Made {
+        g.concat(&self.parts, self.dim.unwrap_or(0))
+    }
+}
+
+/// Gradient `i` of [`Op::GatedDeltaRule`] on `x`: an op for every few columns of the state.
+fn delta_rule(
+    g: &mut Graph,
+    attrs: GatedDeltaAttrs,
+    x: [NodeId; 7],
+    dy: NodeId,
+    name: &str,
+    i: usize,
+) -> Made {
+    let [q, k, v, gate, beta, state, seqs] = x;
+    let [q_shape, v_shape, gate_shape, beta_shape, state_shape] =
+        [q, v, gate, beta, state].map(|x| g.node(x).shape);
+    let (dy, d_exit) = g.two_parts(dy, v_shape, state_shape)?;
+    let [rows, key_heads, keys] = [0, 1, 2].map(|d| q_shape.dim(d));
+    let (heads, width) = (v_shape.dim(1), v_shape.dim(2));
+    let per_head = Shape::new(&[rows, heads, keys])?;
+    let mut all = Joined::new(match i {
+        2 => Some(2),
+        5 => Some(3),
+        _ => None,
+    });
+    for columns in runs(width, DELTA_COLUMNS) {
+        let v = cut(g, v, 2, &columns)?;
+        let state = cut(g, state, 3, &columns)?;
+        let (dy, d_exit) = (cut(g, dy, 2, &columns)?, cut(g, d_exit, 3, &columns)?);
+        let operands = [q, k, v, gate, beta, state, seqs, dy, d_exit];
+        let (v_shape, state_shape) = (g.node(v).shape, g.node(state).shape);
+        let back = g.push(Op::GatedDeltaRuleBack(attrs), &operands, name)?;
+        let shapes = [per_head, per_head, v_shape, gate_shape, beta_shape, state_shape];
+        let part = part_of(g, back, shapes, i)?;
+        all.push(g, part, columns.len() < width)?;
+    }
+    let all = all.done(g)?;
+    let shared = heads / key_heads.max(1);
+    if i > 1 || shared == 1 {
+        return Ok(all);
+    }
+    // Value heads `h`, `h + 1` .. share a key head, or `h`, `h + Hk` ..
+    let (dims, of) = match attrs.key_heads {
+        KeyHeads::Blocks => ([rows, key_heads, shared, keys], 2),
+        KeyHeads::Cycle => ([rows, shared, key_heads, keys], 1),
+    };
+    let all = g.reshape(all, &dims)?;
+    let sum = g.sum(all, &[of])?;
+    g.reshape(sum, q_shape.dims())
+}
+
+/// Gradient `i` of [`Op::SsmScan`] on `x`: an op for every few columns of some heads, so that
+/// none is long and its parts of the gradients of `b` and `c` are no larger than that of `x`.
+fn scan(g: &mut Graph, x: [NodeId; 7], dy: NodeId, name: &str, i: usize) -> Made {
+    let [x, dt, a, b, c, state, seqs] = x;
+    let [x_shape, b_shape, state_shape] = [x, b, state].map(|x| g.node(x).shape);
+    let (dy, d_exit) = g.two_parts(dy, x_shape, state_shape)?;
+    let (all_heads, width) = (x_shape.dim(1), x_shape.dim(2));
+    let (groups, states) = (b_shape.dim(1), b_shape.dim(2).max(1));
+    let of_group = all_heads / groups.max(1);
+    let tile = if g.node(a).shape.dim(1) > 1 { SCAN_TILE / 4 } else { SCAN_TILE };
+    let columns_each = (tile / states).clamp(1, width.max(1));
+    let heads_each = (tile / states / columns_each).clamp(1, of_group.max(1));
+    // Heads of an op, all of one group or those of whole groups.
+    let most = heads_each * SCAN_TILES.max(all_heads * width / (2 * states));
+    let (groups_each, most) = match most < of_group {
+        true => (1, most),
+        false => (most / of_group.max(1), of_group),
+    };
+    let mut by_groups = Joined::new(Some(if i == 2 { 0 } else { 1 }));
+    for groups in runs(groups, groups_each) {
+        let (b, c) = (cut(g, b, 1, &groups)?, cut(g, c, 1, &groups)?);
+        let mut by_heads = Joined::new(match i {
+            3 | 4 => None,
+            2 => Some(0),
+            _ => Some(1),
+        });
+        for run in runs(of_group, most) {
+            let first = groups.start * of_group + run.start;
+            let heads = first..first + (groups.len() - 1) * of_group + run.len();
+            let parts = run.len().div_ceil(heads_each).max(1);
+            let (x, dt) = (cut(g, x, 1, &heads)?, cut(g, dt, 1, &heads)?);
+            let (a, state) = (cut(g, a, 0, &heads)?, cut(g, state, 1, &heads)?);
+            let (dy, d_exit) = (cut(g, dy, 1, &heads)?, cut(g, d_exit, 1, &heads)?);
+            let mut by_columns = Joined::new(matches!(i, 0 | 5).then_some(2));
+            for columns in runs(width, columns_each) {
+                let (x, state) = (cut(g, x, 2, &columns)?, cut(g, state, 2, &columns)?);
+                let (dy, d_exit) = (cut(g, dy, 2, &columns)?, cut(g, d_exit, 2, &columns)?);
+                let operands = [x, dt, a, b, c, state, seqs, dy, d_exit];
+                let back = g.push(Op::SsmScanBack { parts }, &operands, name)?;
+                // What several tiles add to is still to be summed.
+                let several = |x: NodeId, n: usize| {
+                    let mut dims = vec![n];
+                    dims.extend(g.node(x).shape.dims());
+                    Shape::new(&dims)
+                };
+                let sequences = state_shape.dim(0);
+                let (a, b) = (several(a, sequences)?, several(b, parts)?);
+                let [x, dt, state] = [x, dt, state].map(|x| g.node(x).shape);
+                let mut part = part_of(g, back, [x, dt, a, b, b, state], i)?;
+                if (2..5).contains(&i) {
+                    let dims = g.node(part).shape;
+                    part = g.sum(part, &[0])?;
+                    part = g.reshape(part, dims.dims().get(1..).unwrap_or(&[]))?;
+                }
+                by_columns.push(g, part, columns.len() < width)?;
+            }
+            let part = by_columns.done(g)?;
+            by_heads.push(g, part, heads.len() < all_heads)?;
+        }
+        let part = by_heads.done(g)?;
+        by_groups.push(g, part, false)?;
+    }
+    by_groups.done(g)
 }
 
 const NO_SECOND_ORDER: &str = "it is a gradient op, and there are no second-order gradients";
@@ -642,11 +810,17 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
                     operands.extend(args.iter().skip(3));
                     g.push(back(LoraOperand::X), &operands, &name)
                 })),
+                // What lies between A and B is a product of its own: the tiles of a sum over rows
+                // would all compute it.
                 (_, 0) => Is(Box::new(move |g, dy| {
-                    g.push(back(LoraOperand::A), &[x, dy, rows, b, scale], &name)
+                    let inner = g.push(Op::MatMul { ta: false, tb: false }, &[dy, b], &name)?;
+                    let inner = g.mul(inner, scale)?;
+                    g.push(back(LoraOperand::A), &[x, inner, rows], &name)
                 })),
                 (_, 1) => Is(Box::new(move |g, dy| {
-                    g.push(back(LoraOperand::B), &[x, dy, rows, a, scale], &name)
+                    let inner = g.push(Op::MatMul { ta: false, tb: true }, &[x, a], &name)?;
+                    let inner = g.mul(inner, scale)?;
+                    g.push(back(LoraOperand::B), &[inner, dy, rows], &name)
                 })),
                 _ => Not(SCALE),
             }
@@ -740,27 +914,14 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         }
         Op::SsmConvStateBack { .. } => Not(NO_SECOND_ORDER),
         Op::SsmScan | Op::GatedDeltaRule(_) if i == 6 => Not(INDEX),
-        Op::SsmScan => Is(Box::new(move |g, dy| {
-            let shapes: [Shape; 6] = std::array::from_fn(|o| g.node(arg(o)).shape);
-            let [_, dt, _, b, _, state] = shapes;
-            // Some sixteen tiles per sequence, as far as there are heads.
-            let heads = dt.dim(1) / b.dim(1).max(1);
-            let parts = heads.min(16 / b.dim(1).max(1)).max(1);
-            let times = [1, 1, state.dim(0), parts, parts, 1];
-            let mut operands = args.clone();
-            operands.push(dy);
-            let all = g.push(Op::SsmScanBack { parts }, &operands, &name)?;
-            part_of(g, all, &shapes, &times, i)
-        })),
+        Op::SsmScan => {
+            Is(Box::new(move |g, dy| scan(g, [0, 1, 2, 3, 4, 5, 6].map(arg), dy, &name, i)))
+        }
         Op::SsmScanBack { .. } => Not(NO_SECOND_ORDER),
         Op::GatedDeltaRule(attrs) => {
             let attrs = *attrs;
             Is(Box::new(move |g, dy| {
-                let shapes: [Shape; 6] = std::array::from_fn(|o| g.node(arg(o)).shape);
-                let mut operands = args.clone();
-                operands.push(dy);
-                let all = g.push(Op::GatedDeltaRuleBack(attrs), &operands, &name)?;
-                part_of(g, all, &shapes, &[1; 6], i)
+                delta_rule(g, attrs, [0, 1, 2, 3, 4, 5, 6].map(arg), dy, &name, i)
             }))
         }
         Op::GatedDeltaRuleBack(_) => Not(NO_SECOND_ORDER),

@@ -258,9 +258,10 @@ pub enum Op {
         slots: usize,
     },
     /// Gradient of [`Op::Lora`]. `X`: `(f dy [T, N], i rows, then A, B, scale per slot) ->
-    /// [T, K]`. `A`: `(f x, f dy, i rows, f B, f scale) -> [r, K]` for the given slot:
-    /// `sum_t scale * (B^T dy_t) x_t^T`. `B`: `(f x, f dy, i rows, f A, f scale) -> [N, r]`:
-    /// `sum_t scale * dy_t (A x_t)^T`.
+    /// [T, K]`. Over the rows `t` of one slot, ascending, no others being read, `A`:
+    /// `(f x [T, K], f g [T, r], i rows) -> [r, K]`: `sum_t g_t x_t^T` with
+    /// `g_t = scale * B^T dy_t`; and `B`: `(f h [T, r], f dy [T, N], i rows) -> [N, r]`:
+    /// `sum_t dy_t h_t^T` with `h_t = scale * A x_t`.
     LoraBack {
         /// How many slots the forward op had.
         slots: usize,
@@ -361,9 +362,9 @@ pub enum Op {
     /// ggml's `ssm_scan`, except that ggml applies softplus to `dt` itself: here `dt` is the
     /// step, and softplus is an op before this one.
     SsmScan,
-    /// `(f x, f dt, f a, f b, f c, f state, i seqs, f dy as the result of SsmScan) -> f
+    /// `(f x, f dt, f a, f b, f c, f state, i seqs, f dy [T, H, D], f dexit [S, H, D, N]) -> f
     /// [x + dt + S*a + parts*b + parts*c + state]` (sizes of the operands): gradients of
-    /// [`Op::SsmScan`], in that order.
+    /// [`Op::SsmScan`], in that order, from those of its outputs and of its exit states.
     ///
     /// With `ds` the gradient of the state, tokens descending: `ds += dy c`;
     /// `dc = sum_hd dy s`; `db = sum_hd ds dt x`; `dx = dt sum_n ds b`;
@@ -384,15 +385,15 @@ pub enum Op {
     /// `S = S' + k d^T`, `y = scale * S^T q`. Yang et al., "Gated Delta Networks" (2024); with
     /// `g [T, Hv, Dk]` Kimi Delta Attention (2025).
     GatedDeltaRule(GatedDeltaAttrs),
-    /// `(f q, f k, f v, f g, f beta, f state, i seqs, f dy as the result of GatedDeltaRule) ->
-    /// f [q + k + v + g + beta + state]` (sizes of the operands): gradients of
-    /// [`Op::GatedDeltaRule`], in that order.
+    /// `(f q, f k, f v, f g, f beta, f state, i seqs, f dy [T, Hv, Dv], f dexit [S, Hv, Dk, Dv])
+    /// -> f [T*Hv*Dk + T*Hv*Dk + v + g + beta + state]` (sizes of the operands): gradients of
+    /// [`Op::GatedDeltaRule`], in that order, from those of its outputs and of its exit states.
     ///
     /// With `dS` the gradient of the state, tokens descending: `dq = scale * S dy`;
     /// `dS += scale * q dy^T`; `dd = dS^T k`; `dv = beta dd`; `dbeta = dd . (v - u)`;
     /// `du = -beta dd`; `dk = dS d + S' du`; `dS += k du^T`; `dg = sum dS * S'` (of the head or
-    /// of each row); `dS = exp(g) * dS`. `dq` and `dk` sum over the value heads that share a
-    /// key head.
+    /// of each row); `dS = exp(g) * dS`. `dq` and `dk` are those of each value head, still to be
+    /// summed over the heads that share a key head.
     GatedDeltaRuleBack(GatedDeltaAttrs),
 
     // ---- loss --------------------------------------------------------------------------

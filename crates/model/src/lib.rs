@@ -21,6 +21,7 @@ mod generate;
 mod model;
 mod net;
 mod perplexity;
+pub mod toy;
 mod weights;
 
 pub use adapter::{Adapter, AdapterId, LoraTensor};

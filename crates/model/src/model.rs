@@ -7,7 +7,8 @@ use std::sync::Arc;
 use graph::{DType, Device};
 
 use crate::{
-    Architecture, EntryStates, Error, Geometry, Net, NetConfig, Projection, Result, Weights, arch,
+    Architecture, EntryStates, Error, Geometry, Net, NetConfig, Projection, Result, TensorSource,
+    Weights, arch,
 };
 
 /// A model: its architecture, its weights on a device, its tokenizer and chat template.
@@ -48,6 +49,7 @@ impl Model {
         let path = file.path().to_path_buf();
         let (arch_name, arch) = arch::read(&file)?;
         let Tensors { names, plain, projections } = tensors(&file, arch.as_ref())?;
+        let names: Vec<String> = names.into_iter().collect();
         let tokenizer = text::Tokenizer::from_metadata(file.metadata())?;
         let vocab = arch.geometry().vocab;
         if tokenizer.vocab_size() > vocab {
@@ -149,19 +151,18 @@ impl Model {
     }
 }
 
-/// What an architecture does with the tensors of a file.
-struct Tensors {
+/// What an architecture does with the tensors of a model.
+pub(crate) struct Tensors {
     /// All of them.
-    names: Vec<String>,
+    pub(crate) names: BTreeSet<String>,
     /// Those that are plain values.
-    plain: BTreeSet<String>,
+    pub(crate) plain: BTreeSet<String>,
     /// Those that rows are multiplied by.
-    projections: BTreeMap<String, Projection>,
+    pub(crate) projections: BTreeMap<String, Projection>,
 }
 
-/// The tensors the architecture asks for, found by building its graph; refuses a file that has
-/// others, since leaving a tensor out would compute something else than the file's author meant.
-fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
+/// The tensors that an architecture asks for, found by building its graph.
+pub(crate) fn needs(source: &dyn TensorSource, arch: &dyn Architecture) -> Result<Tensors> {
     let config = NetConfig {
         rows: 1,
         seqs: 1,
@@ -172,15 +173,25 @@ fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
         adapters: Vec::new(),
         trainable: BTreeSet::new(),
     };
-    let mut net = Net::new(file, &config);
-    let built = arch.hidden(&mut net).and_then(|h| net.logits(arch, h, 1));
+    let mut net = Net::new(source, &config);
+    let hidden = arch.hidden(&mut net)?;
+    net.logits(arch, hidden, 1)?;
+    let mut projections = net.projections().clone();
+    // The embedding that logits are tied to: an adapter would have to sit on both its uses.
+    projections.remove("token_embd.weight");
+    Ok(Tensors { names: net.used().clone(), plain: net.plain().clone(), projections })
+}
+
+/// As [`needs`] of a file; refuses one that has other tensors, since leaving a tensor out would
+/// compute something else than the file's author meant.
+fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
     let name = file.path().display();
-    built.map_err(|e| match e {
+    let tensors = needs(file, arch).map_err(|e| match e {
         Error::Model(message) => Error::Model(format!("{name}: {message}")),
         other => other,
     })?;
     for tensor in file.tensors() {
-        if !net.used().contains(&tensor.info.name) {
+        if !tensors.names.contains(&tensor.info.name) {
             return Err(Error::new(format!(
                 "{name}: tensor `{}` is not part of the architecture as Gradus knows it; running \
                  without it would give other results than the file's author meant",
@@ -188,12 +199,5 @@ fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
             )));
         }
     }
-    let mut projections = net.projections().clone();
-    // The embedding that logits are tied to: an adapter would have to sit on both its uses.
-    projections.remove("token_embd.weight");
-    Ok(Tensors {
-        names: net.used().iter().cloned().collect(),
-        plain: net.plain().clone(),
-        projections,
-    })
+    Ok(tensors)
 }

@@ -223,7 +223,7 @@ impl<'a> Net<'a> {
     }
 
     fn find(&mut self, name: &str, dims: &[usize]) -> Result<(Shape, DType)> {
-        let (shape, dtype) = self.tensors.tensor(name).ok_or_else(|| {
+        let (shape, dtype) = self.tensors.needed(name, dims).ok_or_else(|| {
             Error::new(format!("tensor `{name}` is missing; the architecture needs it as {dims:?}"))
         })?;
         if shape.dims() != dims {

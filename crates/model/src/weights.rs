@@ -50,6 +50,12 @@ impl Weight {
 pub trait TensorSource {
     /// Shape and graph dtype of a tensor, if there is one of that name.
     fn tensor(&self, name: &str) -> Option<(Shape, DType)>;
+
+    /// As [`TensorSource::tensor`], for a graph that needs the tensor and needs it of this shape.
+    fn needed(&self, name: &str, dims: &[usize]) -> Option<(Shape, DType)> {
+        let _ = dims;
+        self.tensor(name)
+    }
 }
 
 /// All tensors of a model, by name.

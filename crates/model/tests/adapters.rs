@@ -10,7 +10,7 @@ use model::{Rows, WantLogits};
 /// what it has alone, whatever runs beside it and in whatever order adapters were attached.
 #[test]
 fn f59_an_adapter_beside_others_is_as_alone() {
-    for arch in ["llama", "qwen35", "qwen35moe"] {
+    for arch in ["llama", "qwen35", "qwen3moe", "qwen35moe"] {
         let model = toy(arch);
         let adapters = [(4, 1), (16, 2), (4, 3)].map(|(rank, seed)| adapter(&model, rank, seed));
         let prompts: Vec<Vec<u32>> = (1..6).map(|seed| tokens(seed, 45)).collect();

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::DType;
+use model::toy::Toy;
 use model::{Engine, EngineConfig, Model, Rows, WantLogits};
-use testkit::{Random, Toy};
+use testkit::Random;
 
 const FORMATS: [TensorType; 16] = [
     TensorType::F32,
@@ -129,6 +130,12 @@ fn with_every_cache_and_architecture() {
             for family in families() {
                 check(arch, ty, family, cache, &[1, 7, 64]);
             }
+        }
+    }
+    // As llama, but for what rows are multiplied by.
+    for (arch, ty) in [("qwen3", TensorType::Q3K), ("qwen3moe", TensorType::Q4K)] {
+        for family in families() {
+            check(arch, ty, family, DType::F16, &[1, 7, 64]);
         }
     }
 }

@@ -8,7 +8,7 @@ use common::{adapter, assert_ends, cold, engine, feed, tokens, toy};
 use model::{Cache, Engine, Error, Rows, SeqId, WantLogits};
 use testkit::Random;
 
-const ARCHITECTURES: [&str; 4] = ["llama", "gemma3", "qwen35", "qwen35moe"];
+const ARCHITECTURES: [&str; 5] = ["llama", "gemma3", "qwen35", "qwen3moe", "qwen35moe"];
 
 /// Opens a sequence, runs what it lacks of the tokens, and compares with a cold run's logits.
 /// Gives the sequence and how many tokens it reused.
@@ -328,7 +328,7 @@ fn bytes_are_known_before() {
         Cache::bytes_for(hybrid.geometry(), graph::DType::F32, positions, states).unwrap()
     };
     assert_eq!(bytes(64, 1) - bytes(32, 1), 32 * 2 * (2 * 64) * 4);
-    assert_eq!(bytes(32, 3) - bytes(32, 2), (3 * 384 + 4 * 32 * 64) * 4);
+    assert_eq!(bytes(32, 3) - bytes(32, 2), (3 * 512 + 4 * 64 * 64) * 4);
 }
 
 /// Many sequences with and without adapters, opened, run in mixed batches, cut back and closed at

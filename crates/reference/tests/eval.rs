@@ -255,12 +255,13 @@ fn adapters() {
     args.extend(first.iter().chain(&second).cloned());
     let dx = run(back(LoraOperand::X, 0), &args);
     close(&dx, &[3, 2], &[1.0, 10.0, 0.0, 0.0, 60.0, 80.0]);
-    let [a, b, scale] = &second;
-    let part = |wrt, other: &Value| {
-        run(back(wrt, 1), &[x.clone(), dy.clone(), rows.clone(), other.clone(), scale.clone()])
-    };
-    close(&part(LoraOperand::A, b), &[2, 2], &[300.0, 360.0, 400.0, 480.0]);
-    close(&part(LoraOperand::B, a), &[1, 2], &[100.0, 120.0]);
+    // Of slot 1 there is row 2 alone; scale B^T dy is [60, 80], scale A x is [50, 60].
+    let inner = f(&[3, 2], &[7.0, 7.0, 7.0, 7.0, 60.0, 80.0]);
+    let da = run(back(LoraOperand::A, 1), &[x, inner, rows.clone()]);
+    close(&da, &[2, 2], &[300.0, 360.0, 400.0, 480.0]);
+    let inner = f(&[3, 2], &[7.0, 7.0, 7.0, 7.0, 50.0, 60.0]);
+    let db = run(back(LoraOperand::B, 1), &[inner, dy, rows]);
+    close(&db, &[1, 2], &[100.0, 120.0]);
 }
 
 #[test]

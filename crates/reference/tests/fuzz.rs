@@ -100,7 +100,7 @@ impl Fuzzer {
                 if self.one_in(2) {
                     return (Op::SsmScan, args);
                 }
-                args.push(f(&[many * width * (t + s * n)]));
+                args.extend([f(&[t, many, width]), f(&[s, many, width, n])]);
                 (Op::SsmScanBack { parts: self.pick(&[1, 2, 3]) }, args)
             }
             _ => {
@@ -119,7 +119,7 @@ impl Fuzzer {
                 if self.one_in(2) {
                     return (Op::GatedDeltaRule(attrs), args);
                 }
-                args.push(f(&[many * width * (t + s * n)]));
+                args.extend([f(&[t, many, width]), f(&[s, many, n, width])]);
                 (Op::GatedDeltaRuleBack(attrs), args)
             }
         }
@@ -289,11 +289,8 @@ impl Fuzzer {
                         (Op::LoraBack { slots: 2, wrt: LoraOperand::X, slot }, args)
                     }
                     part => {
-                        let (wrt, other) = match part {
-                            1 => (LoraOperand::A, f(&[n, h])),
-                            _ => (LoraOperand::B, f(&[h, k])),
-                        };
-                        let args = vec![f(&[t, k]), f(&[t, n]), i(&[t]), other, f(&[1])];
+                        let wrt = if part == 1 { LoraOperand::A } else { LoraOperand::B };
+                        let args = vec![f(&[t, k]), f(&[t, n]), i(&[t])];
                         (Op::LoraBack { slots: 2, wrt, slot }, args)
                     }
                 }

@@ -27,6 +27,11 @@ impl Error {
         Error { field: Some(field.into()), ..Error::new(Code::InvalidInput, message) }
     }
 
+    /// The same error, blamed on a field.
+    pub fn with_field(self, field: impl Into<String>) -> Error {
+        Error { field: Some(field.into()), ..self }
+    }
+
     /// The HTTP status.
     pub fn status(&self) -> u16 {
         self.code.http_status()

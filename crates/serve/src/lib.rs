@@ -13,11 +13,13 @@
 
 mod engine_loop;
 mod error;
+pub mod http;
 mod job;
 mod memory;
 mod metrics;
 mod pacing;
 mod registry;
+pub mod request;
 mod run;
 mod server;
 mod status;

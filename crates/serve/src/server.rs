@@ -325,6 +325,11 @@ impl Server {
         self.0.counters.all()
     }
 
+    /// Counts a panic that was caught outside of the loop.
+    pub(crate) fn count_panic(&self) {
+        self.0.counters.panics.add(1);
+    }
+
     /// True while requests are taken.
     pub fn is_ready(&self) -> bool {
         !self.0.stopping.load(Ordering::Relaxed)

@@ -1,12 +1,10 @@
-//! What tests share: toy models in any block format, golden files, and error measures.
+//! What tests share: golden files, random numbers and error measures.
 //!
 //! Knows: file formats. Must not know: graphs, devices or models.
 
 mod golden;
-mod toy;
 
 pub use golden::{Golden, fixture, relative_l2};
-pub use toy::{Toy, random_blocks};
 
 /// A seeded generator (SplitMix64): the same numbers everywhere.
 #[derive(Clone, Debug)]

@@ -11,7 +11,8 @@ use graph::{
     Recompute, Resident, Segment, Stop, Unsupported,
 };
 use model::Model;
-use testkit::{Random, Toy};
+use model::toy::Toy;
+use testkit::Random;
 use train::{Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, select_targets};
 
 /// A processor with a shortcoming.

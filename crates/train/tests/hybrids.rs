@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::{CrossEntropyAttrs, DType, Device, Leaf, NodeId, Op, Plan, Segment, Shape};
+use model::toy::Toy;
 use model::{Adapter, EntryStates, Model, Net, NetConfig, PrefixShape};
-use testkit::{Random, Toy, fixture, relative_l2};
+use testkit::{Random, fixture, relative_l2};
 use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window};
 
 /// The oracle's models, and toys under their names in GGUF.

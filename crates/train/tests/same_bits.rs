@@ -8,7 +8,8 @@ use std::sync::Arc;
 use gguf::TensorType;
 use graph::{DType, Recompute};
 use model::Model;
-use testkit::{Random, Toy};
+use model::toy::Toy;
+use testkit::Random;
 use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, Window, select_targets};
 
 fn toy(arch: &'static str, ty: TensorType, threads: usize) -> Model {
@@ -71,6 +72,7 @@ fn one_and_two_threads_and_recomputation_give_the_same_file() {
         ("gemma3", TensorType::Q4K),
         ("qwen2", TensorType::F32),
         ("qwen35moe", TensorType::Q5K),
+        ("qwen3moe", TensorType::Q5_0),
     ] {
         let (one, two) = (toy(arch, ty, 1), toy(arch, ty, 2));
         let (file, losses) = run(&one, Recompute::None, &format!("{arch}-1"));

@@ -11,11 +11,12 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::{DType, Device, Recompute};
+use model::toy::Toy;
 use model::{Adapter, Model};
-use testkit::Toy;
 use train::{Gradients, GraphConfig, Parameters, select_targets};
 
-const ARCHITECTURES: [&str; 5] = ["gemma3", "llama", "qwen2", "qwen35", "qwen35moe"];
+const ARCHITECTURES: [&str; 7] =
+    ["gemma3", "llama", "qwen2", "qwen3", "qwen35", "qwen35moe", "qwen3moe"];
 
 fn verdict(model: &Model, cache: DType, parameters: &Parameters) -> String {
     let config =
@@ -44,22 +45,21 @@ fn verdicts() -> BTreeMap<String, String> {
                 let targets = select_targets(&model, &["all".into()]).unwrap();
                 let adapter = Adapter::fresh(&model, &targets, 2, 4.0, 1).unwrap();
                 // Nothing runs, so the values do not matter.
-                let weight = |name: &str, n: usize| {
+                let weight = |name: &str| {
+                    let n = model.weights().get(name).unwrap().shape.elements();
                     let weights = [(name.to_string(), vec![0.0; n])];
                     Parameters { weights: weights.into_iter().collect(), ..Parameters::default() }
                 };
-                let matrix = match arch {
-                    "qwen35moe" => "blk.0.ffn_down_exps.weight",
-                    _ => "blk.0.ffn_down.weight",
-                };
-                let all = [
+                let routed = model.projections().contains_key("blk.0.ffn_gate_inp.weight");
+                let matrix = if routed { "ffn_down_exps" } else { "ffn_down" };
+                let mut all = vec![
                     ("adapter", Parameters { adapter: Some(adapter), ..Parameters::default() }),
-                    (
-                        "matrix",
-                        weight(matrix, model.weights().get(matrix).unwrap().shape.elements()),
-                    ),
-                    ("norm", weight("blk.0.attn_norm.weight", 256)),
+                    ("matrix", weight(&format!("blk.0.{matrix}.weight"))),
+                    ("norm", weight("blk.0.attn_norm.weight")),
                 ];
+                if routed {
+                    all.push(("router", weight("blk.0.ffn_gate_inp.weight")));
+                }
                 for cache in [DType::F32, DType::F16, q8] {
                     for (what, parameters) in &all {
                         let name = device.name();

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use graph::{Call, DType, LoraOperand, Op, Shape};
 
-use super::{Support, Tiles, column_tiles, dense, dense_last, needs, rows};
+use super::{Support, Tiles, arg, column_tiles, dense, dense_last, needs, rows};
 use crate::job::{Input, Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
@@ -25,6 +25,9 @@ const WIDE: usize = 4;
 
 /// Columns of `B` transposed that a pass over pairs reads.
 const STRIP: usize = 256;
+
+/// Multiplications of a tile that should not be exceeded: about a millisecond.
+const TILE_WORK: usize = 1 << 24;
 
 /// Below so many pairs, tiles split the outputs instead of the pairs.
 const FEW: usize = 16;
@@ -66,12 +69,15 @@ pub(super) fn supports_back(call: &Call<'_>, wrt: LoraOperand) -> Support {
     if wrt == LoraOperand::X {
         return supports_slots(call, first);
     }
-    dense(call, first, DType::F32)?;
-    dense(call, first + 1, DType::F32)?;
-    // A: B^T dy of a block. B: A x of a block, and sums with lanes over outputs.
+    if matches!(call.op, Op::LoraExpertsBack { .. }) {
+        dense(call, first, DType::F32)?;
+        dense(call, first + 1, DType::F32)?;
+    }
+    // What lies between A and B for a block; and for B, sums with lanes over outputs.
     let (left, right) = matrix(call.out.shape);
     let rank = if wrt == LoraOperand::A { left } else { right };
-    let sums = if wrt == LoraOperand::B { column_tiles(left).per_tile * rank } else { 0 };
+    let columns = sum_tiles(call.op, left, arg(call, 0)?.shape.dim(0), rank);
+    let sums = if wrt == LoraOperand::B { columns.per_tile * rank } else { 0 };
     Ok(needs(&[BLOCK * padded(rank), sums]))
 }
 
@@ -164,8 +170,9 @@ pub(super) fn check(job: &Job<'_>, slots: usize) -> Result<(), String> {
             return Err(format!("adapter slot {slot} of row {row} is not below {slots}"));
         }
     }
+    let Some(ids) = ids else { return Ok(()) };
     let experts = job.input(first).arg.shape.dim(0);
-    for (i, &id) in ids.map_or(&[][..], |i| job.input(i).ints()).iter().enumerate() {
+    for (i, &id) in job.input(ids).ints().iter().enumerate() {
         if usize::try_from(id).is_ok_and(|id| id < experts) {
             continue;
         }
@@ -191,10 +198,11 @@ fn grid(job: &Job<'_>) -> Grid {
     {
         // All pairs of an expert in each tile: A `[r, K]` splits K, B `[N, r]` splits N.
         let (left, right) = matrix(shape);
-        let across = if *wrt == LoraOperand::A { right } else { left };
+        let (rank, across) = if *wrt == LoraOperand::A { (left, right) } else { (right, left) };
         let count = if ids.is_some() { shape.dim(0) } else { 1 };
         let outer = Tiles::new(count, 1);
-        return Grid { outer, by_expert: ids.is_some(), columns: column_tiles(across) };
+        let columns = sum_tiles(job.op, across, job.input(0).arg.shape.dim(0), rank);
+        return Grid { outer, by_expert: ids.is_some(), columns };
     }
     let (pairs, columns) = (shape.rows(), shape.cols());
     // Where pairs are few, hardly two of them share an expert.
@@ -204,8 +212,22 @@ fn grid(job: &Job<'_>) -> Grid {
         return Grid { outer: Tiles::new(experts(first), 1), by_expert: true, columns };
     }
     let width = if pairs <= FEW { FEW_OUTPUTS } else { columns };
-    let outer = Tiles::new(pairs, BLOCK);
+    // Both products of a pair.
+    let both = columns.saturating_add(job.input(0).arg.shape.cols());
+    let work = highest_rank(job, first).saturating_mul(both);
+    let block = (TILE_WORK / work.max(1) / GROUP * GROUP).clamp(2 * GROUP, BLOCK);
+    let outer = Tiles::new(pairs, block);
     Grid { outer, by_expert: false, columns: Tiles::new(columns, width) }
+}
+
+/// Columns or outputs of a tile that sums over the pairs of so many rows. Those of [`Op::Lora`]
+/// are all of one matrix, so their number bounds the columns.
+fn sum_tiles(op: &Op, across: usize, rows: usize, rank: usize) -> Tiles {
+    const PASS: usize = WIDE * LANES;
+    let Op::LoraBack { .. } = op else { return column_tiles(across) };
+    let most = TILE_WORK / rows.saturating_mul(rank).max(1) / PASS * PASS;
+    let half = across.div_ceil(2).next_multiple_of(PASS);
+    Tiles::new(across, most.min(half).clamp(PASS, 8 * PASS))
 }
 
 pub(super) fn tiles(job: &Job<'_>) -> usize {
@@ -668,6 +690,19 @@ fn other_of(job: &Job<'_>, first: usize, expert: usize) -> (*const f32, f32) {
     (other.ptr::<f32>().wrapping_add(expert * rows * cols), scale)
 }
 
+/// Copies vectors of `width` elements, `padded(width)` apart: what lies between A and B is an
+/// operand of the gradients of [`Op::Lora`], whose tiles would all compute it.
+///
+/// # Safety
+/// The vectors must have so many elements.
+#[inline(always)]
+unsafe fn gather(x: Pairs, pairs: &[usize], width: usize, to: &mut [f32]) {
+    for (to, &pair) in to.chunks_mut(padded(width)).zip(pairs) {
+        // SAFETY: the caller's.
+        to[..width].copy_from_slice(unsafe { std::slice::from_raw_parts(x.row(pair), width) });
+    }
+}
+
 /// `sum over pairs of (scale B^T dy) x^T`, `[r, K]`
 struct BackA<'a> {
     job: &'a Job<'a>,
@@ -686,7 +721,7 @@ impl Task for BackA<'_> {
         let (job, chosen) = (self.job, self.chosen);
         let x = Pairs::new(job.input(0), chosen.used);
         let dy = Pairs::new(job.input(1), chosen.used);
-        let (b, scale) = other_of(job, at(job.op).first, self.expert);
+        let given = matches!(job.op, Op::LoraBack { .. });
         let (rank, n) = (matrix(job.out.shape).0, job.input(1).arg.shape.cols());
         let columns = &self.columns;
         // Row `j` of the expert's part of the result.
@@ -704,8 +739,14 @@ impl Task for BackA<'_> {
                 break;
             }
             let pairs = &pairs[..count];
-            // SAFETY: the shapes of the operands, as the op's rule has them.
-            unsafe { project_back(s, (dy, pairs), (b, n, rank), scale, projected) };
+            if given {
+                // SAFETY: dy is what lies between A and B, with `rank` elements.
+                unsafe { gather(dy, pairs, rank, projected) };
+            } else {
+                let (b, scale) = other_of(job, at(job.op).first, self.expert);
+                // SAFETY: the shapes of the operands, as the op's rule has them.
+                unsafe { project_back(s, (dy, pairs), (b, n, rank), scale, projected) };
+            }
             for j in (0..rank).step_by(GROUP) {
                 let mut to = [std::ptr::null_mut(); GROUP];
                 let ranks = GROUP.min(rank - j);
@@ -801,7 +842,7 @@ impl Task for BackB<'_> {
         let (job, chosen) = (self.job, self.chosen);
         let x = Pairs::new(job.input(0), chosen.used);
         let dy = Pairs::new(job.input(1), chosen.used);
-        let (a, scale) = other_of(job, at(job.op).first, self.expert);
+        let given = matches!(job.op, Op::LoraBack { .. });
         let (n, rank) = matrix(job.out.shape);
         let k = job.input(0).arg.shape.cols();
         let first_row = self.expert * n + self.columns.start;
@@ -816,8 +857,14 @@ impl Task for BackB<'_> {
                 break;
             }
             let pairs = &pairs[..count];
-            // SAFETY: the shapes of the operands, as the op's rule has them.
-            unsafe { project(s, (x, pairs), (a, k, rank), scale, projected) };
+            if given {
+                // SAFETY: x is what lies between A and B, with `rank` elements.
+                unsafe { gather(x, pairs, rank, projected) };
+            } else {
+                let (a, scale) = other_of(job, at(job.op).first, self.expert);
+                // SAFETY: the shapes of the operands, as the op's rule has them.
+                unsafe { project(s, (x, pairs), (a, k, rank), scale, projected) };
+            }
             for j in (0..rank).step_by(GROUP) {
                 let mut to = [std::ptr::null_mut(); GROUP];
                 let ranks = GROUP.min(rank - j);

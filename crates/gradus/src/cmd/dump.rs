@@ -149,7 +149,7 @@ fn grads(args: &Common, wrt: &[String], recompute: bool) -> Result<BTreeMap<Stri
     }
     let mut arrays = BTreeMap::from([("loss".to_string(), Array::scalar(loss))]);
     for (leaf, grad) in sums {
-        let (name, shape) = named(&model, &parameters, &leaf, grad.len())?;
+        let (name, shape) = named(&model, &parameters, &leaf)?;
         arrays.insert(name, Array::f32(&shape, &grad));
     }
     Ok(arrays)
@@ -190,12 +190,7 @@ fn example(i: usize, sequence: &Sequence) -> Result<Example> {
 }
 
 /// What a gradient is called in the file, and its shape.
-fn named(
-    model: &Model,
-    parameters: &Parameters,
-    leaf: &str,
-    len: usize,
-) -> Result<(String, Vec<usize>)> {
+fn named(model: &Model, parameters: &Parameters, leaf: &str) -> Result<(String, Vec<usize>)> {
     let odd = || Error::fault(format!("a gradient came back under the unknown name `{leaf}`"));
     let Some(rest) = leaf.strip_prefix("0:") else {
         let weight = model.weights().get(leaf).ok_or_else(odd)?;
@@ -203,10 +198,10 @@ fn named(
     };
     let (target, part) = rest.rsplit_once('.').ok_or_else(odd)?;
     let pair = parameters.adapter.as_ref().and_then(|a| a.tensors.get(target)).ok_or_else(odd)?;
-    let other = len / pair.rank.max(1);
+    let of = model.projections().get(target).ok_or_else(odd)?;
     match part {
-        "lora_a" => Ok((format!("lora.grad.{target}.a"), vec![pair.rank, other])),
-        "lora_b" => Ok((format!("lora.grad.{target}.b"), vec![other, pair.rank])),
+        "lora_a" => Ok((format!("lora.grad.{target}.a"), of.shape(pair.rank, of.width))),
+        "lora_b" => Ok((format!("lora.grad.{target}.b"), of.shape(of.out, pair.rank))),
         _ => Err(odd()),
     }
 }

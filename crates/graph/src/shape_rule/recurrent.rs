@@ -83,10 +83,13 @@ fn delta(args: &[Operand; 7], attrs: &GatedDeltaAttrs) -> Checked<Shape> {
     flat(&[(v, 1), (state.1, 1)])
 }
 
-/// All but the last operand, and the last.
-fn with_cotangent(args: &[Operand]) -> Checked<([Operand; 7], Operand)> {
-    let [x0, x1, x2, x3, x4, x5, x6, dy] = operands(args)?;
-    Ok(([x0, x1, x2, x3, x4, x5, x6], dy))
+/// All operands but the cotangents of outputs and exit states, which must be as given.
+fn with_cotangents(args: &[Operand], outputs: usize) -> Checked<[Operand; 7]> {
+    let [x0, x1, x2, x3, x4, x5, x6, dy, d_exit] = operands(args)?;
+    let args = [x0, x1, x2, x3, x4, x5, x6];
+    is(dy.1, args.get(outputs).map_or(&[], |y| y.1.dims()), "dy")?;
+    is(d_exit.1, x5.1.dims(), "dexit")?;
+    Ok(args)
 }
 
 /// The shape rule of the recurrences; `op` is one.
@@ -136,10 +139,10 @@ pub(super) fn infer(op: &Op, args: &[Operand]) -> Rule {
             Ok((f, scan(&operands(args)?)?))
         }
         Op::SsmScanBack { parts } => {
-            f32s(args, &[0, 1, 2, 3, 4, 5, 7])?;
+            f32s(args, &[0, 1, 2, 3, 4, 5, 7, 8])?;
             i32s(args, &[6])?;
-            let (args, dy) = with_cotangent(args)?;
-            is(dy.1, scan(&args)?.dims(), "dy")?;
+            let args = with_cotangents(args, 0)?;
+            scan(&args)?;
             let [x, dt, a, b, c, state, s] = args.map(|operand| operand.1);
             let heads = dt.dim(1) / b.dim(1).max(1);
             want((1..=heads.max(1)).contains(parts), || format!("{parts} parts of {heads} heads"))?;
@@ -152,12 +155,13 @@ pub(super) fn infer(op: &Op, args: &[Operand]) -> Rule {
             Ok((f, delta(&operands(args)?, attrs)?))
         }
         Op::GatedDeltaRuleBack(attrs) => {
-            f32s(args, &[0, 1, 2, 3, 4, 5, 7])?;
+            f32s(args, &[0, 1, 2, 3, 4, 5, 7, 8])?;
             i32s(args, &[6])?;
-            let (args, dy) = with_cotangent(args)?;
-            is(dy.1, delta(&args, attrs)?.dims(), "dy")?;
+            let args = with_cotangents(args, 2)?;
+            delta(&args, attrs)?;
             let [q, k, v, g, beta, state, _] = args.map(|operand| operand.1);
-            Ok((f, flat(&[(q, 1), (k, 1), (v, 1), (g, 1), (beta, 1), (state, 1)])?))
+            let shared = v.dim(1) / q.dim(1).max(1);
+            Ok((f, flat(&[(q, shared), (k, shared), (v, 1), (g, 1), (beta, 1), (state, 1)])?))
         }
         _ => Err("is no recurrence".into()),
     }

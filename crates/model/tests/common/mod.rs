@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::DType;
+use model::toy::Toy;
 use model::{Adapter, AdapterId, Engine, EngineConfig, Model, Rows, SeqId, WantLogits};
-use testkit::{Random, Toy};
+use testkit::Random;
 
 /// A toy of 2 layers.
 pub fn toy(arch: &'static str) -> Arc<Model> {

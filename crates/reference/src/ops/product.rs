@@ -143,20 +143,13 @@ pub(super) fn lora_back(
         return operands.made(shape, out);
     }
     let (x, dy, rows) = (operands.floats(0)?, operands.floats(1)?, operands.ints(2)?);
-    let (other, scale) = (operands.floats(3)?, operands.floats(4)?.data[0]);
     for (t, of) in slots_of(operands, rows, slots)?.into_iter().enumerate() {
         if of != Some(slot) {
             continue;
         }
-        // The gradient of this row is the outer product left x right.
-        let (left, right) = if wrt == LoraOperand::A {
-            (transposed_times(other, dy.row(t)), x.row(t).to_vec())
-        } else {
-            (dy.row(t).to_vec(), times(other, x.row(t)))
-        };
-        for (i, l) in left.iter().enumerate() {
-            for (j, r) in right.iter().enumerate() {
-                out[i * cols + j] += scale * l * r;
+        for (i, dy) in dy.row(t).iter().enumerate() {
+            for (j, x) in x.row(t).iter().enumerate() {
+                out[i * cols + j] += dy * x;
             }
         }
     }

@@ -232,11 +232,10 @@ pub(super) fn scan(operands: Operands<'_>, shape: Shape) -> Out {
 
 pub(super) fn scan_back(operands: Operands<'_>, parts: usize, shape: Shape) -> Out {
     let scan = Scan::new(operands)?;
-    let dy = operands.floats(7)?;
+    let (dy, d_exit) = (operands.floats(7)?.data, operands.floats(8)?.data);
     let (heads, width, n, groups) = scan.sizes();
     let group = heads / groups;
     let run = group.div_ceil(parts).max(1);
-    let (dy, d_exit) = dy.data.split_at(scan.x.data.len());
     let mut out = operands.zeros(shape)?;
     let (dx, rest) = out.split_at_mut(scan.x.data.len());
     let (ddt, rest) = rest.split_at_mut(scan.dt.data.len());
@@ -391,13 +390,12 @@ pub(super) fn delta(operands: Operands<'_>, attrs: &GatedDeltaAttrs, shape: Shap
 
 pub(super) fn delta_back(operands: Operands<'_>, attrs: &GatedDeltaAttrs, shape: Shape) -> Out {
     let delta = Delta::new(operands, attrs)?;
-    let dy = operands.floats(7)?;
+    let (dy, d_exit) = (operands.floats(7)?.data, operands.floats(8)?.data);
     let (heads, keys, width) = delta.sizes();
     let scale = f64::from(attrs.scale.get());
-    let (dy, d_exit) = dy.data.split_at(delta.v.data.len());
     let mut out = operands.zeros(shape)?;
-    let (dq, rest) = out.split_at_mut(delta.q.data.len());
-    let (dk, rest) = rest.split_at_mut(delta.k.data.len());
+    let (dq, rest) = out.split_at_mut(delta.q.dim(0) * heads * keys);
+    let (dk, rest) = rest.split_at_mut(delta.q.dim(0) * heads * keys);
     let (dv, rest) = rest.split_at_mut(delta.v.data.len());
     let (dg, rest) = rest.split_at_mut(delta.g.data.len());
     let (dbeta, d_entry) = rest.split_at_mut(delta.beta.data.len());
@@ -418,13 +416,14 @@ pub(super) fn delta_back(operands: Operands<'_>, attrs: &GatedDeltaAttrs, shape:
                 let (q, k) = (delta.q.row(key_row), delta.k.row(key_row));
                 let beta = delta.beta.row(row)[h];
                 let value_row = (row * heads + h) * width;
+                let head_row = (row * heads + h) * keys;
                 let mut dd = vec![0.0; width];
                 for (at, ds) in ds.iter_mut().enumerate() {
                     let (i, j) = (at / width, at % width);
                     let dy = scale * dy[value_row + j];
-                    dq[key_row * keys + i] += step.after[at] * dy;
+                    dq[head_row + i] += step.after[at] * dy;
                     *ds += q[i] * dy;
-                    dk[key_row * keys + i] += *ds * beta * step.off[j];
+                    dk[head_row + i] += *ds * beta * step.off[j];
                     dd[j] += *ds * k[i];
                 }
                 for (j, dd) in dd.iter().enumerate() {
@@ -434,7 +433,7 @@ pub(super) fn delta_back(operands: Operands<'_>, attrs: &GatedDeltaAttrs, shape:
                 for (at, ds) in ds.iter_mut().enumerate() {
                     let (i, j) = (at / width, at % width);
                     let du = -beta * dd[j];
-                    dk[key_row * keys + i] += step.decayed[at] * du;
+                    dk[head_row + i] += step.decayed[at] * du;
                     *ds += k[i] * du;
                     dg[delta.g_at(row, h, i)] += *ds * step.decayed[at];
                     *ds *= delta.decay(row, h, i);

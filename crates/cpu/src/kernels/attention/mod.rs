@@ -90,7 +90,7 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
         converted = KEYS;
         cached = table.shape.cols().saturating_mul(call.args[at].shape.dim(1));
     }
-    let work = q.shape.dim(0).saturating_add(cached).saturating_mul(width + values);
+    let work = work(call.op, q.shape.dim(0).saturating_add(cached), width + values);
     let heads = (q.shape.dim(1), k.shape.dim(1));
     let blocks = Blocks::new(q.shape.dim(0), seqs.shape.dim(0), heads, work);
     Ok(needs(&buffers(&blocks, width, values, converted)))
@@ -222,6 +222,13 @@ impl Sequence {
     }
 }
 
+/// Multiplications that a row of a head takes with so many keys of so many elements in all.
+fn work(op: &Op, keys: usize, elements: usize) -> usize {
+    // A gradient takes the logits again, and two products more.
+    let products = if matches!(op, Op::AttentionBack { .. }) { 2 } else { 1 };
+    keys.saturating_mul(elements).saturating_mul(products)
+}
+
 /// An op's operands.
 struct Operands<'a> {
     attrs: AttentionAttrs,
@@ -259,7 +266,7 @@ impl<'a> Operands<'a> {
             })
         });
         let cached = prefix.as_ref().map_or(0, |p| p.columns.saturating_mul(p.keys.page));
-        let work = rows.saturating_add(cached).saturating_mul(width + value_width);
+        let work = work(job.op, rows.saturating_add(cached), width + value_width);
         Some(Operands {
             attrs: *attrs,
             q: Heads::new(&q),

@@ -4,11 +4,11 @@
 use graph::{Call, DType, GatedDeltaAttrs, KeyHeads, Op};
 
 use super::super::{Support, Tiles, dense, dense_last, memory, needs};
-use super::{Heads, TILE_WORK, rows_of_none, sequence, sum4, zero};
+use super::{Heads, States, TILE_WORK, rows_of_none, sequence, sum4, zero};
 use crate::job::{Job, Scratch};
 use crate::simd::{LANES, Simd, Task};
 
-/// Heads with dense elements, gates of any strides; dense states, sequences and cotangents.
+/// Heads, states and cotangents with dense elements, gates of any strides, dense sequences.
 pub(super) fn supports(call: &Call<'_>) -> Support {
     let q = dense_last(call, 0)?;
     dense_last(call, 1)?;
@@ -17,11 +17,12 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
         dense_last(call, 3)?;
     }
     memory(call, 4, DType::F32)?;
-    dense(call, 5, DType::F32)?;
+    dense_last(call, 5)?;
     dense(call, 6, DType::I32)?;
     let (rows, keys) = (q.shape.dim(0), q.shape.dim(2));
     if matches!(call.op, Op::GatedDeltaRuleBack(_)) {
-        dense(call, 7, DType::F32)?;
+        dense_last(call, 7)?;
+        dense_last(call, 8)?;
         return Ok(needs(&super::delta_back::buffers(rows, keys)));
     }
     Ok(needs(&buffers(keys)))
@@ -40,7 +41,7 @@ pub(super) struct Operands<'a> {
     pub(super) v: Heads,
     pub(super) g: Heads,
     pub(super) beta: Heads,
-    pub(super) state: *const f32,
+    pub(super) state: States,
     pub(super) seqs: &'a [i32],
     pub(super) rows: usize,
     pub(super) sequences: usize,
@@ -66,7 +67,7 @@ impl<'a> Operands<'a> {
             v: Heads::new(&v),
             g: Heads::new(&g),
             beta: Heads::new(&beta),
-            state: state.ptr(),
+            state: States::new(&state),
             seqs: seqs.ints(),
             rows,
             sequences: seqs.arg.shape.dim(0),
@@ -89,21 +90,12 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Value head number `i` of those that read a key head, ascending.
-    #[inline(always)]
-    pub(super) fn value_head(&self, key_head: usize, i: usize) -> usize {
-        match self.sharing {
-            KeyHeads::Blocks => key_head * (self.heads / self.key_heads) + i,
-            KeyHeads::Cycle => key_head + i * self.key_heads,
-        }
-    }
-
     /// Elements of all outputs, after which the exit states begin.
     pub(super) fn outputs(&self) -> usize {
         self.rows * self.heads * self.width
     }
 
-    /// Elements before column `column` of a head's state.
+    /// Elements before column `column` of a head's state in what is computed.
     #[inline(always)]
     pub(super) fn state_at(&self, sequence: usize, head: usize, column: usize) -> usize {
         (sequence * self.heads + head) * self.keys * self.width + column
@@ -175,24 +167,32 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Reads 16 columns of a state in rows of `width`.
+    /// Reads 16 columns of a state, from `column` on.
     ///
     /// # Safety
-    /// `from` must be valid for the columns of all rows that there are, `to` for
-    /// [`Operands::keys`] vectors.
+    /// `states` must be of the operands' shape, the sequence and head be of them, and `to` valid
+    /// for [`Operands::keys`] vectors.
     #[inline(always)]
-    pub(super) unsafe fn load<S: Simd>(&self, s: S, from: *const f32, column: usize, to: *mut f32) {
+    pub(super) unsafe fn load<S: Simd>(
+        &self,
+        s: S,
+        states: States,
+        (sequence, head, column): (usize, usize, usize),
+        to: *mut f32,
+    ) {
         let n = self.width - column;
         for i in 0..self.keys {
+            let from = states.at(sequence, head, i).wrapping_add(column);
             // SAFETY: the caller's.
-            unsafe { s.store(to.add(LANES * i), s.load_first(from.add(i * self.width), n)) }
+            unsafe { s.store(to.add(LANES * i), s.load_first(from, n)) }
         }
     }
 
-    /// The inverse of [`Operands::load`].
+    /// Writes them in rows of [`Operands::width`].
     ///
     /// # Safety
-    /// As there.
+    /// `from` must be valid for [`Operands::keys`] vectors, `to` for the columns of all rows that
+    /// there are.
     #[inline(always)]
     pub(super) unsafe fn save<S: Simd>(&self, s: S, from: *const f32, column: usize, to: *mut f32) {
         let n = self.width - column;
@@ -260,7 +260,7 @@ impl Task for Forward<'_> {
             // SAFETY: these columns of the sequence's outputs and exit state are this tile's.
             // Scratch is as large as `buffers` says; the sequence's rows have been checked.
             unsafe {
-                o.load(s, o.state.add(at), column, state);
+                o.load(s, o.state, (sequence.index, head, column), state);
                 for row in sequence.range() {
                     o.decays(s, row, head, decays);
                     o.step(s, (row, head, column), decays, state, state);

@@ -1,11 +1,12 @@
-//! The gradients of the gated delta rule. A tile has a sequence and a key head, and takes the
-//! value heads that read it one after the other, 16 columns of the state at a time: sums over
-//! columns and heads are chains in that order.
+//! The gradients of the gated delta rule. A tile has a sequence and a value head, and takes 16
+//! columns of its state at a time through the tokens: sums over columns are chains in that order.
 
 use graph::{GatedDeltaAttrs, Op};
 
 use super::delta::Operands;
-use super::{Sequence, add_first, reduce_rows, rows_of_none, segments, sequence, sum4, zero};
+use super::{
+    Heads, Sequence, States, add_first, reduce_rows, rows_of_none, segments, sequence, sum4, zero,
+};
 use crate::job::{Job, Scratch};
 use crate::simd::{LANES, Simd, Task};
 
@@ -17,11 +18,11 @@ pub(super) fn buffers(rows: usize, keys: usize) -> [usize; 5] {
     [(length + 1) * state, count * state, state, keys, 2 * length * LANES]
 }
 
-/// Sequences by key heads; one more for the rows of no sequence.
+/// Sequences by value heads; one more for the rows of no sequence.
 pub(super) fn tiles(job: &Job<'_>) -> usize {
     let Op::GatedDeltaRuleBack(attrs) = job.op else { return 0 };
     let o = Operands::new(job, attrs);
-    o.sequences * o.key_heads + 1
+    o.sequences * o.heads + 1
 }
 
 pub(super) fn run_tile(
@@ -34,7 +35,8 @@ pub(super) fn run_tile(
     let [states, starts, ds, decays, updates] =
         buffers(o.rows, o.keys).map(|n| scratch.take(n).as_mut_ptr());
     let scratch = Buffers { states, starts, ds, decays, updates };
-    job.isa.run(Back { o, dy: job.input(7).ptr(), to: Gradients::new(job, &o), tile, scratch });
+    let (dy, d_exit) = (Heads::new(&job.input(7)), States::new(&job.input(8)));
+    job.isa.run(Back { o, dy, d_exit, to: Gradients::new(job, &o), tile, scratch });
 }
 
 #[derive(Copy, Clone)]
@@ -61,8 +63,9 @@ impl Gradients {
     fn new(job: &Job<'_>, o: &Operands<'_>) -> Gradients {
         let q = job.out::<f32>();
         let size = |i: usize| job.input(i).arg.shape.elements();
-        let k = q.wrapping_add(size(0));
-        let v = k.wrapping_add(size(1));
+        let per_head = o.rows * o.heads * o.keys;
+        let k = q.wrapping_add(per_head);
+        let v = k.wrapping_add(per_head);
         let g = v.wrapping_add(o.outputs());
         let beta = g.wrapping_add(size(3));
         Gradients { q, k, v, g, beta, state: beta.wrapping_add(size(4)) }
@@ -71,8 +74,8 @@ impl Gradients {
 
 struct Back<'a> {
     o: Operands<'a>,
-    /// Of the outputs, then of the exit states.
-    dy: *const f32,
+    dy: Heads,
+    d_exit: States,
     to: Gradients,
     tile: usize,
     scratch: Buffers,
@@ -85,10 +88,10 @@ impl Task for Back<'_> {
     fn run<S: Simd>(self, s: S) {
         let (o, to) = (&self.o, self.to);
         let gates = if o.rows_decay { o.keys } else { 1 };
-        if self.tile == o.sequences * o.key_heads {
+        if self.tile == o.sequences * o.heads {
             let widths = [
-                (to.q, o.key_heads * o.keys),
-                (to.k, o.key_heads * o.keys),
+                (to.q, o.heads * o.keys),
+                (to.k, o.heads * o.keys),
                 (to.v, o.heads * o.width),
                 (to.g, o.heads * gates),
                 (to.beta, o.heads),
@@ -100,25 +103,19 @@ impl Task for Back<'_> {
                 }
             });
         }
-        let sequence = sequence(o.seqs, self.tile / o.key_heads);
-        let key_head = self.tile % o.key_heads;
-        let shared = o.heads / o.key_heads;
-        // SAFETY: the sequence's gradients of this key head and of the value heads that read it
-        // are this tile's.
+        let (sequence, head) = (sequence(o.seqs, self.tile / o.heads), self.tile % o.heads);
+        // SAFETY: the sequence's gradients of this head are this tile's; scratch is as large as
+        // `buffers` says.
         unsafe {
             for row in sequence.range() {
-                zero(to.q.add((row * o.key_heads + key_head) * o.keys), o.keys);
-                zero(to.k.add((row * o.key_heads + key_head) * o.keys), o.keys);
-                for head in (0..shared).map(|i| o.value_head(key_head, i)) {
-                    zero(to.g.add((row * o.heads + head) * gates), gates);
-                    *to.beta.add(row * o.heads + head) = 0.0;
-                }
+                let at = row * o.heads + head;
+                zero(to.q.add(at * o.keys), o.keys);
+                zero(to.k.add(at * o.keys), o.keys);
+                zero(to.g.add(at * gates), gates);
+                *to.beta.add(at) = 0.0;
             }
-        }
-        for head in (0..shared).map(|i| o.value_head(key_head, i)) {
             for column in (0..o.width).step_by(LANES) {
-                // SAFETY: as above; scratch is as large as `buffers` says.
-                unsafe { self.columns(s, sequence, head, column) };
+                self.columns(s, sequence, head, column);
             }
         }
     }
@@ -138,7 +135,7 @@ impl Back<'_> {
         let count = sequence.rows.div_ceil(length);
         // SAFETY: the caller's; a sequence has no more segments than all rows have.
         unsafe {
-            o.load(s, o.state.add(at), column, b.starts);
+            o.load(s, o.state, (sequence.index, head, column), b.starts);
             for p in 0..count.saturating_sub(1) * length {
                 // The state of a segment is advanced in the place of the next one's.
                 let next = b.starts.add((p / length + 1) * size);
@@ -146,7 +143,7 @@ impl Back<'_> {
                 o.decays(s, first + p, head, b.decays);
                 o.step(s, (first + p, head, column), b.decays, from, next);
             }
-            o.load(s, self.dy.add(o.outputs() + at), column, b.ds);
+            o.load(s, self.d_exit, (sequence.index, head, column), b.ds);
             for segment in (0..count).rev() {
                 let begin = segment * length;
                 let rows = (sequence.rows - begin).min(length);
@@ -186,10 +183,11 @@ impl Back<'_> {
             let d = s.load(b.updates.add((2 * p + 1) * LANES));
             o.decays(s, row, head, b.decays);
             let (q, k) = (o.q.at(row, key_head), o.k.at(row, key_head));
-            let to_q = to.q.add((row * o.key_heads + key_head) * o.keys);
-            let to_k = to.k.add((row * o.key_heads + key_head) * o.keys);
+            let to_q = to.q.add((row * o.heads + head) * o.keys);
+            let to_k = to.k.add((row * o.heads + head) * o.keys);
             let value = (row * o.heads + head) * o.width + column;
-            let dy = s.mul(s.splat(o.scale), s.load_first(self.dy.add(value), n));
+            let dy = s.load_first(self.dy.at(row, head).add(column), n);
+            let dy = s.mul(s.splat(o.scale), dy);
 
             // dq = S dy; dS += q dy^T; dd = dS^T k
             let mut dd = [s.zero(); 4];

@@ -7,10 +7,16 @@
 //! last, recomputing the states of one segment and descending through it. A recomputed state has
 //! the bits of the forward pass, and no decay is ever divided by. Rows of no sequence have a
 //! tile of their own, the last, which writes their zeros.
+//!
+//! A tile of a backward pass cannot end before its sequence does. It is short because the gradient
+//! rules give one op few columns or channels, and because what several tiles add to comes in
+//! parts.
 
 mod conv;
 mod delta;
 mod delta_back;
+#[cfg(test)]
+mod pieces;
 mod scan;
 mod scan_back;
 #[cfg(test)]
@@ -164,6 +170,26 @@ impl Heads {
     unsafe fn get(self, row: usize, head: usize) -> f32 {
         // SAFETY: the caller's.
         unsafe { *self.at(row, head) }
+    }
+}
+
+/// States of sequences, `[S, H, .., ..]`, with dense elements.
+#[derive(Copy, Clone)]
+struct States {
+    ptr: *const f32,
+    strides: [usize; 3],
+}
+
+impl States {
+    fn new(input: &Input<'_>) -> States {
+        States { ptr: input.ptr(), strides: [0, 1, 2].map(|i| input.stride(i)) }
+    }
+
+    /// Row `row` of the state of a sequence and a head.
+    #[inline(always)]
+    fn at(self, sequence: usize, head: usize, row: usize) -> *const f32 {
+        let [of_sequence, of_head, of_row] = self.strides;
+        self.ptr.wrapping_add(sequence * of_sequence + head * of_head + row * of_row)
     }
 }
 

@@ -4,22 +4,23 @@
 use graph::{Call, DType, Op};
 
 use super::super::{Support, Tiles, dense, dense_last, memory, needs};
-use super::{Heads, TILE_WORK, reduce_rows, rows_of_none, sequence, zero};
+use super::{Heads, States, TILE_WORK, reduce_rows, rows_of_none, sequence, zero};
 use crate::job::{Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
-/// Heads with dense elements, steps of any strides; dense decays, states, sequences and
-/// cotangents.
+/// Heads, states and cotangents with dense elements, steps of any strides; dense decays and
+/// sequences.
 pub(super) fn supports(call: &Call<'_>) -> Support {
     let x = dense_last(call, 0)?;
     memory(call, 1, DType::F32)?;
     dense(call, 2, DType::F32)?;
     let states = dense_last(call, 3)?.shape.dim(2);
     dense_last(call, 4)?;
-    dense(call, 5, DType::F32)?;
+    dense_last(call, 5)?;
     dense(call, 6, DType::I32)?;
     if matches!(call.op, Op::SsmScanBack { .. }) {
-        dense(call, 7, DType::F32)?;
+        dense_last(call, 7)?;
+        dense_last(call, 8)?;
         return Ok(needs(&super::scan_back::buffers(x.shape.dim(0), states)));
     }
     Ok(needs(&buffers(states)))
@@ -36,8 +37,8 @@ pub(super) struct Channels {
     pub(super) count: usize,
     pub(super) heads: [usize; LANES],
     groups: [usize; LANES],
-    /// Where they are in a row of `x`.
-    x: [usize; LANES],
+    /// Their places in their heads.
+    places: [usize; LANES],
 }
 
 /// `dt` and `x` of channels at one row.
@@ -49,13 +50,19 @@ pub(super) struct Gates {
 impl Channels {
     pub(super) fn new(o: &Operands<'_>, first: usize, end: usize) -> Channels {
         let count = end.saturating_sub(first).min(LANES);
-        let (mut heads, mut groups, mut x) = ([0; LANES], [0; LANES], [0; LANES]);
+        let (mut heads, mut groups, mut places) = ([0; LANES], [0; LANES], [0; LANES]);
         for r in 0..count {
             heads[r] = (first + r) / o.width;
             groups[r] = heads[r] / (o.heads / o.groups).max(1);
-            x[r] = heads[r] * o.x.head + (first + r) % o.width;
+            places[r] = (first + r) % o.width;
         }
-        Channels { first, count, heads, groups, x }
+        Channels { first, count, heads, groups, places }
+    }
+
+    /// Channel `r` of a row of a tensor of heads.
+    #[inline(always)]
+    pub(super) fn at(&self, x: Heads, row: usize, r: usize) -> *const f32 {
+        x.at(row, self.heads[r]).wrapping_add(self.places[r])
     }
 
     /// The group that the channels of one group are of.
@@ -72,7 +79,7 @@ impl Channels {
             // SAFETY: the caller's; the channels are of the operands.
             unsafe {
                 dt[r] = o.dt.get(row, self.heads[r]);
-                x[r] = *o.x.at(row, 0).add(self.x[r]);
+                x[r] = *self.at(o.x, row, r);
             }
         }
         Gates { dt, x }
@@ -87,7 +94,7 @@ pub(super) struct Operands<'a> {
     pub(super) a: *const f32,
     pub(super) b: Heads,
     pub(super) c: Heads,
-    pub(super) state: *const f32,
+    pub(super) state: States,
     pub(super) seqs: &'a [i32],
     pub(super) rows: usize,
     pub(super) sequences: usize,
@@ -111,7 +118,7 @@ impl<'a> Operands<'a> {
             a: a.ptr(),
             b: Heads::new(&b),
             c: Heads::new(&c),
-            state: state.ptr(),
+            state: States::new(&state),
             seqs: seqs.ints(),
             rows,
             sequences: seqs.arg.shape.dim(0),
@@ -139,7 +146,7 @@ impl<'a> Operands<'a> {
         padded(self.states)
     }
 
-    /// Elements before the state of a channel.
+    /// Elements before the state of a channel in what is computed.
     #[inline(always)]
     pub(super) fn state_at(&self, sequence: usize, channel: usize) -> usize {
         (sequence * self.channels() + channel) * self.states
@@ -204,34 +211,37 @@ impl<'a> Operands<'a> {
         if y { reduce_rows(s, &mut products) } else { s.zero() }
     }
 
-    /// Copies the states of channels from rows without gaps.
+    /// Reads the states of channels.
     ///
     /// # Safety
-    /// `from` must be valid for the channels' states, `to` for as many of
-    /// [`Operands::stride`].
+    /// `states` must be of the operands' shape, the sequence and channels be of them, and `to`
+    /// valid for as many states of [`Operands::stride`].
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(
         &self,
         s: S,
-        from: *const f32,
-        channels: usize,
+        states: States,
+        sequence: usize,
+        channels: &Channels,
         to: *mut f32,
     ) {
-        for r in 0..channels {
+        for r in 0..channels.count {
+            let from = states.at(sequence, channels.heads[r], channels.places[r]);
             for n in (0..self.states).step_by(LANES) {
                 // SAFETY: the caller's.
                 unsafe {
-                    let v = s.load_first(from.add(r * self.states + n), self.states - n);
+                    let v = s.load_first(from.add(n), self.states - n);
                     s.store(to.add(r * self.stride() + n), v);
                 }
             }
         }
     }
 
-    /// The inverse of [`Operands::load`].
+    /// Writes them in rows without gaps.
     ///
     /// # Safety
-    /// As there.
+    /// `from` must be valid for the channels' states of [`Operands::stride`], `to` for as many
+    /// without gaps.
     #[inline(always)]
     pub(super) unsafe fn save<S: Simd>(
         &self,
@@ -300,7 +310,7 @@ impl Task for Forward<'_> {
             // SAFETY: these channels of the sequence's outputs and exit state are this tile's.
             // Scratch is as large as `buffers` says; the sequence's rows have been checked.
             unsafe {
-                o.load(s, o.state.add(at), count, state);
+                o.load(s, o.state, sequence.index, &channels, state);
                 for row in sequence.range() {
                     let out = o.step(s, row, &channels, (state, state), true);
                     s.store_first(y.add(row * all + first), out, count);

@@ -7,7 +7,9 @@ use std::ops::Range;
 use graph::Op;
 
 use super::scan::{Channels, Operands};
-use super::{Sequence, add_first, reduce_rows, rows_of_none, segments, sequence, zero};
+use super::{
+    Heads, Sequence, States, add_first, reduce_rows, rows_of_none, segments, sequence, zero,
+};
 use crate::job::{Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
@@ -38,7 +40,8 @@ pub(super) fn run_tile(job: &Job<'_>, parts: usize, tile: usize, mut scratch: Sc
     let [states, starts, ds, da] = buffers(o.rows, o.states).map(|n| scratch.take(n).as_mut_ptr());
     let scratch = Buffers { states, starts, ds, da };
     let to = Gradients::new(job, &o, parts);
-    job.isa.run(Back { o, dy: job.input(7).ptr(), to, parts, tile, scratch });
+    let (dy, d_exit) = (Heads::new(&job.input(7)), States::new(&job.input(8)));
+    job.isa.run(Back { o, dy, d_exit, to, parts, tile, scratch });
 }
 
 #[derive(Copy, Clone)]
@@ -74,8 +77,8 @@ impl Gradients {
 
 struct Back<'a> {
     o: Operands<'a>,
-    /// Of the outputs, then of the exit states.
-    dy: *const f32,
+    dy: Heads,
+    d_exit: States,
     to: Gradients,
     parts: usize,
     tile: usize,
@@ -147,7 +150,7 @@ impl Back<'_> {
         // channels no more than 16 heads.
         unsafe {
             zero(b.da, heads.len() * o.stride());
-            o.load(s, o.state.add(at), count, b.starts);
+            o.load(s, o.state, sequence.index, channels, b.starts);
             for p in 0..segments.saturating_sub(1) * length {
                 // The state of a segment is advanced in the place of the next one's.
                 let next = b.starts.add((p / length + 1) * size);
@@ -155,7 +158,7 @@ impl Back<'_> {
                 let row = sequence.first + p;
                 o.step(s, row, channels, (from, next), false);
             }
-            o.load(s, self.dy.add(o.outputs() + at), count, b.ds);
+            o.load(s, self.d_exit, sequence.index, channels, b.ds);
             for segment in (0..segments).rev() {
                 let begin = segment * length;
                 let rows = (sequence.rows - begin).min(length);
@@ -227,7 +230,7 @@ impl Back<'_> {
                     }
                     let at = r * o.stride() + n;
                     let (before, after) = (p * size + at, (p + 1) * size + at);
-                    let dy = s.splat(*self.dy.add(out + r));
+                    let dy = s.splat(*channels.at(self.dy, row, r));
                     let ds = s.fma(dy, c, s.load(scratch.ds.add(at)));
                     dc = s.fma(dy, s.load(scratch.states.add(after)), dc);
                     db = s.fma(s.splat(gates.dt[r] * gates.x[r]), ds, db);

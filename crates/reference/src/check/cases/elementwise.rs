@@ -2,7 +2,7 @@
 
 use graph::{Binary, GluKind, GluOperand, Op, Real, Shape, Unary};
 
-use crate::check::{Cases, Expected, Fill, View};
+use crate::check::{CaseGraph, Cases, Expected, Fill, View};
 
 /// Where a function is checked: where it has a value, and its derivative is not near 0.
 fn domain(f: Unary) -> Fill {
@@ -34,6 +34,13 @@ fn strides() -> impl Iterator<Item = (View, View)> {
         .flat_map(|view| [(view, View::Plain), (View::Plain, view), (view, view)])
 }
 
+/// The gradient of what is repeated is a sum of cotangents: of positive ones, which do not cancel.
+fn sums_of_repeated(g: &mut CaseGraph, source: View) {
+    if matches!(source, View::Repeated | View::RepeatedColumns) {
+        g.cotangents(Fill::POSITIVE);
+    }
+}
+
 const STRIDED_SHAPES: [&[usize]; 2] = [&[4, 6], &[2, 3, 5]];
 
 pub fn unary(c: &mut Cases, f: Unary) {
@@ -46,6 +53,7 @@ pub fn unary(c: &mut Cases, f: Unary) {
     for dims in STRIDED_SHAPES {
         for (source, cotangent) in strides() {
             c.add(format!("{dims:?} {source:?}, cotangent {cotangent:?}"), move |g| {
+                sums_of_repeated(g, source);
                 let x = g.viewed("x", dims, source, domain(f))?;
                 g.cotangent_viewed(dims, cotangent)?;
                 g.graph.unary(f, x)
@@ -109,6 +117,7 @@ pub fn clamp(c: &mut Cases) {
     }
     for (source, cotangent) in strides() {
         c.add(format!("{source:?}, cotangent {cotangent:?}"), move |g| {
+            sums_of_repeated(g, source);
             let x = g.viewed("x", &[4, 6], source, BESIDE_BOUNDS)?;
             g.cotangent_viewed(&[4, 6], cotangent)?;
             g.graph.clamp(x, -1.0, 1.0)

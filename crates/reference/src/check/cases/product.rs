@@ -194,17 +194,23 @@ pub fn lora_back(c: &mut Cases) {
                     let dy = g.float("dy", &[ROWS, 20], Fill::POSITIVE)?;
                     g.expect_all(Expected::Nothing);
                     let refused = g.refused();
-                    g.expect(dy, refused);
+                    if wrt != LoraOperand::A {
+                        g.expect(dy, refused);
+                    }
                     g.expect(of.rows, refused);
-                    let [a, b, scale] = of.slots[slot];
+                    let inner = g.float("inner", &[ROWS, ranks[slot]], Fill::POSITIVE)?;
+                    g.expect(
+                        inner,
+                        if wrt == LoraOperand::X { Expected::Nothing } else { refused },
+                    );
                     let args = match wrt {
                         LoraOperand::X => {
                             let mut args = vec![dy, of.rows];
                             args.extend(of.slots.iter().flatten());
                             args
                         }
-                        LoraOperand::A => vec![of.x, dy, of.rows, b, scale],
-                        LoraOperand::B => vec![of.x, dy, of.rows, a, scale],
+                        LoraOperand::A => vec![of.x, inner, of.rows],
+                        LoraOperand::B => vec![inner, dy, of.rows],
                     };
                     g.graph.push(Op::LoraBack { slots: ranks.len(), wrt, slot }, &args, "y")
                 });

@@ -322,10 +322,10 @@ impl Scan {
 
     fn back(&self, g: &mut CaseGraph, parts: usize) -> Made {
         let mut operands = self.operands(g)?.to_vec();
-        let Scan { packing, heads, width, states, .. } = *self;
-        let size = heads * width * (packing.rows + packing.count() * states);
-        let view = if self.view == View::Columns { View::Columns } else { View::Plain };
-        operands.push(g.viewed("dy", &[size], view, Fill::Signed)?);
+        let Scan { packing, heads, width, states, view, .. } = *self;
+        operands.push(g.viewed("dy", &[packing.rows, heads, width], view, Fill::Signed)?);
+        let exit = [packing.count(), heads, width, states];
+        operands.push(g.viewed("dexit", &exit, view, Fill::Signed)?);
         refuse_all(g);
         g.graph.push(Op::SsmScanBack { parts }, &operands, "y")
     }
@@ -474,10 +474,10 @@ impl Delta {
 
     fn back(&self, g: &mut CaseGraph) -> Made {
         let mut operands = self.operands(g)?.to_vec();
-        let Delta { packing, heads: (_, heads), widths: (keys, width), .. } = *self;
-        let size = heads * width * (packing.rows + packing.count() * keys);
-        let view = if self.view == View::Columns { View::Columns } else { View::Plain };
-        operands.push(g.viewed("dy", &[size], view, Fill::Signed)?);
+        let Delta { packing, heads: (_, heads), widths: (keys, width), view, .. } = *self;
+        operands.push(g.viewed("dy", &[packing.rows, heads, width], view, Fill::Signed)?);
+        let exit = [packing.count(), heads, keys, width];
+        operands.push(g.viewed("dexit", &exit, view, Fill::Signed)?);
         refuse_all(g);
         g.graph.push(Op::GatedDeltaRuleBack(self.attrs()), &operands, "y")
     }

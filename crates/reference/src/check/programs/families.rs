@@ -343,7 +343,7 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
         }
         Family::LoraBack => {
             let (rows, k, n, slots) = (m.size(), m.size(), m.size(), 1 + m.below(2));
-            let (x, dy) = (m.like(&[rows, k])?, m.like(&[rows, n])?);
+            let dy = m.like(&[rows, n])?;
             let ids = m.ids(rows, slots, true)?;
             let wrt = m.pick(&[LoraOperand::X, LoraOperand::A, LoraOperand::B])?;
             if wrt == LoraOperand::X {
@@ -351,10 +351,8 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
                 lora_slots(m, &mut args, slots, k, n)?;
                 return m.push(Op::LoraBack { slots, wrt, slot: 0 }, &args);
             }
-            let (rank, slot) = (1 + m.below(3), m.below(slots));
-            let other = if wrt == LoraOperand::A { [n, rank] } else { [rank, k] };
-            let (other, scale) = (m.like(&other)?, m.like(&[1])?);
-            m.push(Op::LoraBack { slots, wrt, slot }, &[x, dy, ids, other, scale])
+            let (x, slot) = (m.like(&[rows, k])?, m.below(slots));
+            m.push(Op::LoraBack { slots, wrt, slot }, &[x, dy, ids])
         }
         Family::LoraExperts => {
             let c = chosen(m)?;
@@ -446,8 +444,8 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
         }
         Family::SsmScanBack => {
             let (mut args, parts) = scan(m)?;
-            let size = elements(m, *args.first()?) + elements(m, *args.get(5)?);
-            args.push(m.like(&[size])?);
+            args.push(m.like(&m.dims(*args.first()?))?);
+            args.push(m.like(&m.dims(*args.get(5)?))?);
             m.push(Op::SsmScanBack { parts }, &args)
         }
         Family::GatedDeltaRule => {
@@ -457,8 +455,8 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
         }
         Family::GatedDeltaRuleBack => {
             let (attrs, mut args) = delta(m)?;
-            let size = elements(m, *args.get(2)?) + elements(m, *args.get(5)?);
-            args.push(m.like(&[size])?);
+            args.push(m.like(&m.dims(*args.get(2)?))?);
+            args.push(m.like(&m.dims(*args.get(5)?))?);
             m.push(Op::GatedDeltaRuleBack(attrs), &args)
         }
         Family::CrossEntropy => {

@@ -1,0 +1,184 @@
+//! Gradients that several ops compute: each op short, and all together what one op gives.
+
+use graph::{GatedDeltaAttrs, KeyHeads, NodeId, Op, Shape, vjp};
+
+use crate::Cpu;
+use crate::testing::{Case, Random, assert_close, to_floats};
+
+/// Elements of states that a tile may take through a sequence: at 512 rows some 2 ms.
+const MOST: usize = 2048;
+
+/// A recurrence: its operands, the last the sequences, and its flat result.
+struct Made {
+    c: Case,
+    operands: Vec<NodeId>,
+    y: NodeId,
+}
+
+/// Heads, width, groups, states, decays.
+type ScanShape = [usize; 5];
+
+fn scan(rows: usize, [heads, width, groups, states, decays]: ScanShape) -> Made {
+    let (mut c, mut random) = (Case::new(), Random(3));
+    let mut operands: Vec<NodeId> = [
+        ("x", &[rows, heads, width][..]),
+        ("dt", &[rows, heads]),
+        ("a", &[heads, decays]),
+        ("b", &[rows, groups, states]),
+        ("c", &[rows, groups, states]),
+        ("state", &[2, heads, width, states]),
+    ]
+    .map(|(name, dims)| {
+        let mut x = random.floats(dims.iter().product());
+        let low = |x: &mut f32, from: f32| *x = from + 0.4 * *x;
+        match name {
+            "dt" => x.iter_mut().for_each(|x| low(x, 0.5)),
+            "a" => x.iter_mut().for_each(|x| low(x, -0.9)),
+            _ => {}
+        }
+        c.floats(name, dims, &x)
+    })
+    .into();
+    operands.push(c.ints("seqs", &[2, 3], &[0, 2, 0, 2, rows as i32 - 2, 0]));
+    let y = c.graph.push(Op::SsmScan, &operands, "y").unwrap();
+    Made { c, operands, y }
+}
+
+/// Key heads, value heads, widths of keys and of values.
+type DeltaShape = [usize; 4];
+
+fn delta(rows: usize, [key_heads, heads, keys, width]: DeltaShape) -> Made {
+    let (mut c, mut random) = (Case::new(), Random(4));
+    let mut operands: Vec<NodeId> = [
+        ("q", &[rows, key_heads, keys][..]),
+        ("k", &[rows, key_heads, keys]),
+        ("v", &[rows, heads, width]),
+        ("g", &[rows, heads]),
+        ("beta", &[rows, heads]),
+        ("state", &[2, heads, keys, width]),
+    ]
+    .map(|(name, dims)| {
+        let mut x = random.floats(dims.iter().product());
+        let low = |x: &mut f32, from: f32| *x = from + 0.4 * *x;
+        match name {
+            "g" => x.iter_mut().for_each(|x| low(x, -0.5)),
+            "beta" => x.iter_mut().for_each(|x| low(x, 0.5)),
+            _ => x.iter_mut().for_each(|x| *x /= (keys as f32).sqrt()),
+        }
+        c.floats(name, dims, &x)
+    })
+    .into();
+    operands.push(c.ints("seqs", &[2, 3], &[0, 2, 0, 2, rows as i32 - 2, 0]));
+    let attrs = GatedDeltaAttrs { scale: 0.5.into(), key_heads: KeyHeads::Blocks };
+    let y = c.graph.push(Op::GatedDeltaRule(attrs), &operands, "y").unwrap();
+    Made { c, operands, y }
+}
+
+impl Made {
+    fn shape(&self, i: usize) -> Shape {
+        self.c.graph.node(self.operands[i]).shape
+    }
+
+    /// Adds the gradients of all float operands; the ids of the ops that compute them.
+    fn differentiate(&mut self, random: &mut Random) -> (NodeId, Vec<NodeId>, Vec<NodeId>) {
+        let dims = self.c.graph.node(self.y).shape.dims().to_vec();
+        let dy = self.c.random("dy", &dims, random);
+        let back = vjp(&self.c.graph, &[(self.y, dy)], &self.operands[..6]).unwrap();
+        self.c.graph = back.graph;
+        let ops = self.c.graph.ids().filter(|&id| {
+            matches!(self.c.graph.node(id).op, Op::SsmScanBack { .. } | Op::GatedDeltaRuleBack(_))
+        });
+        (dy, ops.collect(), back.grads)
+    }
+}
+
+/// P7: at the shapes of real models a tile of a gradient is 16 columns of a state of 128, or as
+/// much; and no op holds much more than what the gradients themselves take.
+#[test]
+fn p7_a_tile_takes_few_columns_through_a_sequence() {
+    let rows = 4;
+    let scans = [
+        [80, 64, 1, 128, 1],
+        [128, 64, 8, 128, 1],
+        [256, 64, 8, 64, 1],
+        [5120, 1, 1, 16, 16],
+        [24, 64, 1, 256, 1],
+    ];
+    let made = scans.map(|s| scan(rows, s)).into_iter();
+    for mut m in made.chain([[16, 32, 128, 128], [4, 12, 64, 256]].map(|d| delta(rows, d))) {
+        let all: usize = (0..6).map(|i| m.shape(i).elements()).sum();
+        let (_, ops, _) = m.differentiate(&mut Random(1));
+        for id in ops {
+            let node = m.c.graph.node(id);
+            let of = |i: usize| m.c.graph.node(node.args[i]).shape;
+            let state = of(5);
+            let (heads, of_head) = (state.dim(1), state.elements() / state.dim(0) / state.dim(1));
+            let (heads, tiles) = match node.op {
+                Op::SsmScanBack { parts } => {
+                    let of_group = heads / of(3).dim(1);
+                    (of_group.div_ceil(parts), of(3).dim(1) * parts)
+                }
+                _ => (1, heads),
+            };
+            assert!(heads * of_head <= MOST, "{:?}: {heads} heads of {of_head}", node.op);
+            assert!(tiles >= 8, "{:?}: {tiles} tiles per sequence", node.op);
+            assert!(node.shape.elements() <= 2 * all, "{:?}: {} of {all}", node.op, node.shape);
+        }
+    }
+}
+
+/// Heads, groups and columns may all be cut, evenly or not.
+#[test]
+fn gradients_in_pieces_are_those_of_one_op() {
+    let scans = [
+        ([40, 3, 2, 1024, 1], 8),
+        ([20, 3, 10, 1024, 1024], 6),
+        ([20, 19, 1, 128, 1], 4),
+        ([300, 1, 1, 16, 16], 1),
+        ([40, 3, 4, 512, 512], 12),
+        ([6, 2, 3, 4096, 1], 2),
+    ];
+    let deltas = [([2, 4, 8, 40], 3), ([1, 3, 5, 16], 1)];
+    let made = scans.map(|(shape, n)| (scan(7, shape), n)).into_iter();
+    for (mut m, expected) in made.chain(deltas.map(|(shape, n)| (delta(7, shape), n))) {
+        let (dy, ops, grads) = m.differentiate(&mut Random(2));
+        let outputs = m.shape(if matches!(m.c.graph.node(m.y).op, Op::SsmScan) { 0 } else { 2 });
+        let state = m.shape(5);
+        let g = &mut m.c.graph;
+        assert_eq!(ops.len(), expected, "{:?}", g.node(ops[0]).op);
+        let of_y = g.slice(dy, 0, 0, outputs.elements()).unwrap();
+        let of_exit = g.slice(dy, 0, outputs.elements(), state.elements()).unwrap();
+        let mut operands = m.operands.clone();
+        operands.push(g.reshape(of_y, outputs.dims()).unwrap());
+        operands.push(g.reshape(of_exit, state.dims()).unwrap());
+        let shapes: Vec<Shape> = m.operands[..6].iter().map(|&x| g.node(x).shape).collect();
+        // How often the one op has each gradient, by head or sequence, and what a copy of it is.
+        let (op, times) = match g.node(m.y).op {
+            Op::GatedDeltaRule(attrs) => {
+                let shared = shapes[2].dim(1) / shapes[0].dim(1);
+                (Op::GatedDeltaRuleBack(attrs), [shared, shared, 1, 1, 1, 1])
+            }
+            _ => (Op::SsmScanBack { parts: 1 }, [1, 1, state.dim(0), 1, 1, 1]),
+        };
+        let keys = shapes[0];
+        let one = g.push(op, &operands, "one").unwrap();
+        let mut outputs = grads;
+        outputs.push(one);
+        let cpu = Cpu::new(2, None).unwrap();
+        let mut out: Vec<Vec<f32>> =
+            m.c.run(&cpu, &outputs).unwrap().iter().map(|bytes| to_floats(bytes)).collect();
+        let (one, mut start) = (out.pop().unwrap(), 0);
+        for (i, ((got, shape), times)) in out.iter().zip(shapes).zip(times).enumerate() {
+            let n = shape.elements();
+            let mut sum = vec![0.0; n];
+            for (j, &x) in one[start..start + n * times].iter().enumerate() {
+                // The gradients of keys are by row, key head, value head.
+                let inner = if i < 2 && times > 1 { keys.dim(2) } else { n };
+                sum[j / (times * inner) * inner + j % inner] += f64::from(x);
+            }
+            start += n * times;
+            assert_close(got, &sum, 1e-5, &format!("{expected} ops, operand {i}"));
+        }
+        assert_eq!(start, one.len());
+    }
+}

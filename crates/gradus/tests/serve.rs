@@ -1,0 +1,155 @@
+//! `gradus serve` as its users meet it, and as the stock `openai` package drives it.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn fixture(file: &str) -> String {
+    root().join("testdata/oracle/llama").join(file).display().to_string()
+}
+
+fn gradus(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gradus"));
+    command.args(args).env("GRADUS_HOME", "/nonexistent/gradus").stdin(Stdio::null());
+    command
+}
+
+/// A server that ends with the test.
+struct Serving {
+    child: Child,
+    at: SocketAddr,
+}
+
+impl Serving {
+    fn new(args: &[&str]) -> Serving {
+        let model = fixture("model.gguf");
+        let args = [&["serve", &model, "--port", "0", "--template", "plain", "-t", "2"], args];
+        let mut child = gradus(&args.concat()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let at = line.trim().strip_prefix("listening on http://").unwrap().parse().unwrap();
+        let serving = Serving { child, at };
+        assert!(serving.ask("GET", "/health", "").starts_with("HTTP/1.1 200"));
+        let began = Instant::now();
+        while !serving.ask("GET", "/ready", "").starts_with("HTTP/1.1 200") {
+            assert!(began.elapsed() < Duration::from_secs(60), "it does not get ready");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        serving
+    }
+
+    fn open(&self, method: &str, path: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(self.at).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let length = body.len();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+             content-length: {length}\r\n\r\n{body}"
+        )
+        .unwrap();
+        stream
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> String {
+        let mut answer = String::new();
+        self.open(method, path, body).read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    /// Sends a signal and gives the exit code.
+    fn end(mut self, signal: &str) -> Option<i32> {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn it_serves_and_ends_by_a_signal_in_the_midst_of_an_answer() {
+    let adapter = format!("facts={}", fixture("adapter.gguf"));
+    for signal in ["-TERM", "-INT"] {
+        let serving = Serving::new(&["--adapter", &adapter, "--grace", "1"]);
+        let models = serving.ask("GET", "/v1/models", "");
+        assert!(models.contains("\"id\":\"model\"") && models.contains("\"id\":\"facts\""));
+        let chat = r#"{"model": "facts", "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 3}"#;
+        let answer = serving.ask("POST", "/v1/chat/completions", chat);
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(answer.contains("x-gradus-generation: 1"), "{answer}");
+        let off = serving.ask("POST", "/train", "{}");
+        assert!(off.contains("training_off"), "{off}");
+        let text = r#"{"prompt": "Once", "stream": true}"#;
+        let mut stream = serving.open("POST", "/v1/completions", text);
+        let mut first = [0; 64];
+        stream.read_exact(&mut first).unwrap();
+        assert_eq!(serving.end(signal), Some(0));
+        let mut rest = String::new();
+        stream.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains("data: [DONE]") || rest.contains("event: error"), "{rest}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_said_before_anything_listens() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let model = fixture("model.gguf");
+    let adapter = fixture("adapter.gguf");
+    for (args, part) in [
+        (&["--train-dir", "/nonexistent"][..], "`--train-dir` /nonexistent"),
+        (&["--train-dir", &model], "is no folder"),
+        (&["--adapter", "facts"], "ALIAS=FILE"),
+        (&["--adapter", &format!("model={adapter}")], "name of the base model"),
+        (&["--adapter", &format!("a/b={adapter}")], "no alias"),
+        (&["--port", &port], "cannot listen at 127.0.0.1"),
+        (&["--port", "70000"], "--port"),
+        (&["--host", "nowhere"], "--host"),
+        (&["-m", &model], "cannot be used with"),
+    ] {
+        let out = gradus(&[&["serve", &model], args].concat()).output().unwrap();
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.starts_with("error: ") && said.contains(part), "{args:?}: {said}");
+        assert_eq!(out.stdout, b"", "{args:?}");
+    }
+    for (args, part) in [
+        (&["--slots", "0"][..], "`slots` is 0"),
+        (&["--adapter", "a=/nonexistent.gguf"], "/nonexistent.gguf"),
+    ] {
+        let all = [&["serve", &model, "--port", "0"], args].concat();
+        let out = gradus(&all).output().unwrap();
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.contains(part), "{args:?}: {said}");
+    }
+}
+
+/// `GRADUS_OPENAI_PYTHON` is a Python that has the package.
+#[test]
+#[ignore = "needs the openai package: docs/testing.md"]
+fn the_openai_package_drives_it() {
+    let python = std::env::var("GRADUS_OPENAI_PYTHON").unwrap_or_else(|_| "python3".into());
+    let adapter = format!("facts={}", fixture("adapter.gguf"));
+    let serving = Serving::new(&["--adapter", &adapter, "--slots", "4"]);
+    let script = root().join("crates/gradus/tests/openai_client.py");
+    let address = format!("http://{}/v1", serving.at);
+    let status = Command::new(python).arg(script).arg(address).status().unwrap();
+    assert!(status.success());
+    assert_eq!(serving.end("-TERM"), Some(0));
+}
