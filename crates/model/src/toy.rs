@@ -86,6 +86,15 @@ const FAMILIES: &[Family] = &[
     Family { arch: "qwen3", routed: Routed::Never, keys: |_| Vec::new(), optional: &[] },
     Family { arch: "qwen35", routed: Routed::Never, keys: hybrid, optional: &[] },
     Family {
+        arch: "qwen35moe",
+        routed: Routed::Always,
+        keys: |toy| {
+            let shared = ("expert_shared_feed_forward_length", Value::U32(toy.ffn as u32));
+            hybrid(toy).into_iter().chain([shared]).collect()
+        },
+        optional: &["output.weight"],
+    },
+    Family {
         arch: "qwen3moe",
         routed: Routed::Always,
         keys: |_| Vec::new(),
@@ -116,6 +125,9 @@ fn hybrid(toy: &Toy) -> Vec<(&'static str, Value)> {
 
 /// The largest toy, in bytes of its tensors: they are made in memory.
 const MOST_BYTES: usize = 4 << 30;
+
+/// A tensor and its bytes.
+type Tensor = (TensorInfo, Cow<'static, [u8]>);
 
 /// A tensor, and how it is stored.
 struct Planned {
@@ -183,7 +195,7 @@ impl Toy {
         Ok(gguf::write(path, &metadata, tensors)?)
     }
 
-    fn make(&self) -> Result<(Metadata, Vec<(TensorInfo, Cow<'static, [u8]>)>)> {
+    fn make(&self) -> Result<(Metadata, Vec<Tensor>)> {
         let family = family(&self.arch).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().map(|f| f.arch).collect();
             let known = known.join(", ");

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use gguf::TensorType;
 use graph::{Code, DType};
 use model::Model;
-use testkit::{Random, Toy, fixture};
+use model::toy::Toy;
+use testkit::{Random, fixture};
 use train::{
     Example, GraphConfig, Schedule, TrainConfig, Trainer, select_targets, select_weights,
     write_weights,

@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 use gguf::TensorType;
 use graph::{Code, DType, Recompute};
 use model::Model;
+use model::toy::Toy;
 use serde_json::{Value, json};
-use testkit::Toy;
 use text::{ChatTemplate, Message, SpecialTokens};
 
 use super::*;

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 
 use gguf::TensorType;
 use graph::{DType, Device, Recompute};
+use model::toy::Toy;
 use model::{Adapter, Model};
 use serve::{
     Ask, DataReport, Done, Options, Pacing, Said, Server, State, TrainJob, TrainStatus, Turn,
 };
-use testkit::{Random, Toy, fixture};
+use testkit::{Random, fixture};
 use train::{Example, GraphConfig, Schedule, TrainConfig, select_targets};
 
 pub struct Fixture {
