@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use gguf::TensorType;
 use graph::DType;
-use model::{Adapter, Engine, EngineConfig, Model, Rows, Toy, WantLogits};
+use model::toy::Toy;
+use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
 use testkit::Random;
 use train::{Example, Gradients, GraphConfig, Parameters, Window, select_targets};
 
