@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "demo",
     "pull",
     "run",

@@ -34,7 +34,7 @@ assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) ==
 with client.chat.completions.stream(**question) as stream:
     for _ in stream:
         pass
-    assert stream.get_final_completion().choices[0].message.content == text
+    assert stream.current_completion_snapshot.choices[0].message.content == text
 
 # Every setting; those of other samplers go through extra_body.
 settings = {

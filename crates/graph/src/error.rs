@@ -63,6 +63,8 @@ codes! {
     AdapterState = "adapter_state", Conflict;
     /// More requests are waiting than the server keeps.
     QueueFull = "queue_full", Busy;
+    /// The server is loading its model.
+    Loading = "loading", Busy;
     /// The server is stopping.
     Stopping = "stopping", Busy;
     /// An op has no gradient with respect to an operand that needs one.

@@ -75,6 +75,8 @@ pub struct Pass {
     built: usize,
     position: Position,
     ints: Vec<(&'static str, Vec<i32>)>,
+    /// For each leaf of the graph, which of [`bindable`] it is bound to.
+    binds: Vec<usize>,
     /// Per row that carries loss.
     weights: Vec<f32>,
     /// Rows, padding not counted.
@@ -329,7 +331,10 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             ("lora_rows.0.head", head_slots),
         ];
         let position = Position::default();
-        Ok(Pass { built, position, ints, weights, rows: window.rows() })
+        let rows = window.rows();
+        let mut pass = Pass { built, position, ints, binds: Vec::new(), weights, rows };
+        pass.binds = self.binds(&pass, parameters)?;
+        Ok(pass)
     }
 
     /// Runs on until the end, which is true, or until `stop` says so. The parameters must not
@@ -347,26 +352,12 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let Some(Built { placed, .. }) = self.built.get(pass.built) else {
             return Err(Error::Stopped("a plan went missing".into()));
         };
-        let mut inputs: HashMap<&str, Leaf<'_>> = HashMap::new();
-        for (name, list) in &pass.ints {
-            inputs.insert(name, Leaf::Host(bytemuck::cast_slice(list)));
-        }
-        inputs.insert("loss_weights", Leaf::Host(bytemuck::cast_slice(&pass.weights)));
-        let mut leaves = Vec::with_capacity(placed.leaves.len());
-        for leaf in &placed.leaves {
-            let name: &str = &leaf.slot.name;
-            let weights = match &self.fallback {
-                Some((_, weights)) if leaf.device == 1 && leaf.resident => weights,
-                _ => self.model.weights(),
-            };
-            let leaf = inputs
-                .get(name)
-                .copied()
-                .or_else(|| parameters.value(name).map(|v| Leaf::Host(bytemuck::cast_slice(v))))
-                .or_else(|| weights.get(name).map(|w| w.leaf()));
-            leaves
-                .push(leaf.ok_or_else(|| Error::Stopped(format!("nothing is bound to `{name}`")))?);
-        }
+        let mut all = Vec::new();
+        let elsewhere = self.fallback.as_ref().map(|(_, weights)| weights);
+        all.extend(bindable(&self.model, elsewhere, pass, parameters).map(|(_, leaf)| leaf));
+        let lost = || Error::Stopped("a leaf of a pass went missing".into());
+        let bound = pass.binds.iter().map(|&i| all.get(i).copied().ok_or_else(lost));
+        let leaves = bound.collect::<Result<Vec<_>>>()?;
         let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
         let own = self.model.device().as_ref();
         let devices: Vec<&dyn Device> = std::iter::once(own).chain(fallback).collect();
@@ -420,6 +411,28 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             true => Ok(()),
             false => Err(Error::Stopped(format!("the gradient of `{name}` is not finite"))),
         }
+    }
+
+    /// What each leaf of a pass's graph is bound to, found by name once for all its segments.
+    fn binds(&self, pass: &Pass, parameters: &Parameters) -> Result<Vec<usize>> {
+        let elsewhere = self.fallback.as_ref().map(|(_, weights)| weights);
+        let mut by_name: HashMap<(String, bool), usize> = HashMap::new();
+        for (i, (name, _)) in bindable(&self.model, elsewhere, pass, parameters).enumerate() {
+            let name = match name {
+                Bindable::Named(name) => (name.to_string(), false),
+                Bindable::Lora(target, part) => (format!("0:{target}.{part}"), false),
+                Bindable::Elsewhere(name) => (name.to_string(), true),
+            };
+            // The first of a name: a trained weight before the model's own.
+            by_name.entry(name).or_insert(i);
+        }
+        let placed = &self.built(pass)?.placed;
+        let bind = |leaf: &graph::PlacedLeaf| {
+            let name = leaf.slot.name.to_string();
+            let unbound = || Error::Stopped(format!("nothing is bound to `{}`", leaf.slot.name));
+            by_name.get(&(name, leaf.device == 1 && leaf.resident)).copied().ok_or_else(unbound)
+        };
+        placed.leaves.iter().map(bind).collect()
     }
 
     fn built(&self, pass: &Pass) -> Result<&Built> {
@@ -492,6 +505,42 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     }
 }
 
+/// The name of what a leaf can be bound to.
+enum Bindable<'a> {
+    Named(&'a str),
+    /// Target and part of the adapter.
+    Lora(&'a str, &'static str),
+    /// A weight that the other device holds.
+    Elsewhere(&'a str),
+}
+
+/// All that leaves of a graph can be bound to, always in the same order: finding names again for
+/// each segment of a few hundred microseconds would take a third of it.
+fn bindable<'a>(
+    model: &'a Model,
+    elsewhere: Option<&'a Weights>,
+    pass: &'a Pass,
+    parameters: &'a Parameters,
+) -> impl Iterator<Item = (Bindable<'a>, Leaf<'a>)> {
+    let floats = |values: &'a [f32]| Leaf::Host(bytemuck::cast_slice(values));
+    let ints = pass.ints.iter();
+    let ints = ints.map(|(name, list)| (*name, Leaf::Host(bytemuck::cast_slice(list))));
+    let weights = std::iter::once(("loss_weights", floats(&pass.weights)));
+    let inputs = ints.chain(weights).map(|(name, leaf)| (Bindable::Named(name), leaf));
+    let pairs = parameters.adapter.iter().flat_map(|a| &a.tensors);
+    let adapter = pairs.flat_map(move |(target, pair)| {
+        let scale = std::slice::from_ref(&pair.scale);
+        let parts = [("lora_a", pair.a.as_slice()), ("lora_b", &pair.b), ("lora_scale", scale)];
+        parts.map(|(part, values)| (Bindable::Lora(target, part), floats(values)))
+    });
+    let trained = parameters.weights.iter();
+    let trained = trained.map(move |(name, values)| (Bindable::Named(name), floats(values)));
+    let own = model.weights().iter().map(|(name, w)| (Bindable::Named(name), w.leaf()));
+    let elsewhere = elsewhere.into_iter().flat_map(Weights::iter);
+    let elsewhere = elsewhere.map(|(name, w)| (Bindable::Elsewhere(name), w.leaf()));
+    inputs.chain(adapter).chain(trained).chain(own).chain(elsewhere)
+}
+
 impl Parameters {
     /// How many numbers move.
     pub fn count(&self) -> usize {
@@ -508,21 +557,6 @@ impl Parameters {
         }
         names.extend(self.weights.keys().cloned());
         names
-    }
-
-    /// The values bound to a leaf of this name.
-    fn value(&self, name: &str) -> Option<&[f32]> {
-        let Some(rest) = name.strip_prefix("0:") else {
-            return self.weights.get(name).map(Vec::as_slice);
-        };
-        let (target, part) = rest.rsplit_once('.')?;
-        let pair = self.adapter.as_ref()?.tensors.get(target)?;
-        match part {
-            "lora_a" => Some(&pair.a),
-            "lora_b" => Some(&pair.b),
-            "lora_scale" => Some(std::slice::from_ref(&pair.scale)),
-            _ => None,
-        }
     }
 
     /// The values of one of [`Parameters::names`], to be moved.

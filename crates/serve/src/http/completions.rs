@@ -129,6 +129,14 @@ impl Head {
     }
 }
 
+/// An object with its field `usage`.
+fn with_usage(mut object: Value, usage: Value) -> Value {
+    if let Some(fields) = object.as_object_mut() {
+        fields.insert("usage".into(), usage);
+    }
+    object
+}
+
 fn usage(done: &Done) -> Value {
     json!({
         "prompt_tokens": done.prompt_tokens,
@@ -165,9 +173,7 @@ async fn whole(mut turn: Turn, head: &Head) -> Result<Value> {
             json!({"index": 0, "text": text, "finish_reason": finish, "logprobs": null})
         }
     };
-    let mut answer = head.object(false, &json!([choice]));
-    answer["usage"] = usage(&done);
-    Ok(answer)
+    Ok(with_usage(head.object(false, &json!([choice])), usage(&done)))
 }
 
 /// An answer on its way to the client. Dropping it ends its turn.
@@ -251,19 +257,18 @@ impl Stream {
                 json!({"index": 0, "text": text, "finish_reason": finish, "logprobs": null})
             }
         };
-        let mut object = self.head.object(true, &json!([choice]));
-        if self.include_usage {
-            object["usage"] = Value::Null;
+        let object = self.head.object(true, &json!([choice]));
+        match self.include_usage {
+            true => self.event(&with_usage(object, Value::Null)),
+            false => self.event(&object),
         }
-        self.event(&object);
     }
 
     fn end(&mut self, done: &Done) {
         self.chunk(None, Some(done.finish.as_str()));
         if self.include_usage {
-            let mut object = self.head.object(true, &json!([]));
-            object["usage"] = usage(done);
-            self.event(&object);
+            let object = self.head.object(true, &json!([]));
+            self.event(&with_usage(object, usage(done)));
         }
         self.due.push_back("data: [DONE]\n\n".into());
         self.ended = true;

@@ -89,10 +89,9 @@ const KIB: usize = 1024;
 
 impl App {
     /// What is served.
-    fn served(&self) -> std::result::Result<&Served, Response> {
-        self.served
-            .get()
-            .ok_or_else(|| reply::unavailable("loading", "the model is being loaded; try again"))
+    fn served(&self) -> Result<&Served> {
+        let loading = || Error::new(Code::Loading, "the model is being loaded; try again");
+        self.served.get().ok_or_else(loading)
     }
 
     /// Reads a body of at most so many bytes. What is returned beside it holds its place among

@@ -62,7 +62,7 @@ pub(super) fn unavailable(code: &str, message: &str) -> Response {
 
 impl From<Error> for Response {
     fn from(e: Error) -> Response {
-        if e.code == Code::Stopping {
+        if matches!(e.code, Code::Stopping | Code::Loading) {
             return unavailable(e.code.as_str(), &e.message);
         }
         let status = StatusCode::from_u16(e.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);

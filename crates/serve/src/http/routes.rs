@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::Router;
 use axum::extract::{Request, State};
@@ -69,7 +69,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     match app.served() {
         Ok(served) if served.server.is_ready() => reply::ok(&json!({"status": "ready"})),
         Ok(_) => reply::unavailable("stopping", "the server is stopping"),
-        Err(loading) => loading,
+        Err(loading) => loading.into(),
     }
 }
 
@@ -159,12 +159,22 @@ async fn train_status(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-/// Reads a body and does what it asks for where waiting is allowed.
+/// Tells work that goes on without its client that the client has left.
+struct Gone(Arc<AtomicBool>);
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Reads a body and does what it asks for where waiting is allowed. The work can ask whether its
+/// client is still there.
 async fn job(
     app: &Arc<App>,
     request: Request,
     most: usize,
-    work: impl FnOnce(&[u8], &Served) -> Result<Value> + Send + 'static,
+    work: impl FnOnce(&[u8], &Served, &dyn Fn() -> bool) -> Result<Value> + Send + 'static,
 ) -> Handled {
     app.served()?.host.train_dir()?;
     let permit = app.jobs.clone().try_acquire_owned().map_err(|_| {
@@ -172,14 +182,17 @@ async fn job(
         Error::new(Code::QueueFull, message)
     })?;
     let (body, place) = app.body(request, most).await?;
-    let inside = app.clone();
+    let gone = Gone(Arc::new(AtomicBool::new(false)));
+    let (inside, left) = (app.clone(), gone.0.clone());
     let done = app.blocking(move || {
         let (_permit, _place) = (permit, place);
         let served = inside.served.get();
         let served = served.ok_or_else(|| Error::new(Code::Internal, "there is no server"))?;
-        work(&body, served)
+        work(&body, served, &|| !left.load(Ordering::Relaxed))
     });
-    Ok(reply::ok(&done.await??))
+    let done = done.await;
+    drop(gone);
+    Ok(reply::ok(&done??))
 }
 
 fn started(server: &Server) -> Value {
@@ -187,8 +200,8 @@ fn started(server: &Server) -> Value {
 }
 
 async fn train(State(app): State<Arc<App>>, request: Request) -> Handled {
-    let work = |body: &[u8], served: &Served| {
-        served.server.train(request::train(body, &served.host)?)?;
+    let work = |body: &[u8], served: &Served, wanted: &dyn Fn() -> bool| {
+        served.server.train(request::train(body, &served.host, wanted)?)?;
         Ok(started(&served.server))
     };
     job(&app, request, MAX_TRAIN_BODY, work).await
@@ -249,8 +262,8 @@ fn learned(alias: &str, learned: &Learned, data: &DataReport) -> Value {
 }
 
 async fn learn(State(app): State<Arc<App>>, request: Request) -> Handled {
-    let work = |body: &[u8], served: &Served| {
-        let (job, data) = request::learn(body, &served.host)?;
+    let work = |body: &[u8], served: &Served, wanted: &dyn Fn() -> bool| {
+        let (job, data) = request::learn(body, &served.host, wanted)?;
         let alias = job.alias.clone();
         Ok(learned(&alias, &served.server.learn(job)?, &data))
     };
@@ -258,7 +271,7 @@ async fn learn(State(app): State<Arc<App>>, request: Request) -> Handled {
 }
 
 async fn promote(State(app): State<Arc<App>>, request: Request) -> Handled {
-    let work = |body: &[u8], served: &Served| {
+    let work = |body: &[u8], served: &Served, _: &dyn Fn() -> bool| {
         let alias = request::alias(body)?;
         let generation = served.server.promote(&alias)?;
         Ok(json!({"ok": true, "alias": alias, "generation": generation}))
@@ -267,7 +280,7 @@ async fn promote(State(app): State<Arc<App>>, request: Request) -> Handled {
 }
 
 async fn discard(State(app): State<Arc<App>>, request: Request) -> Handled {
-    let work = |body: &[u8], served: &Served| {
+    let work = |body: &[u8], served: &Served, _: &dyn Fn() -> bool| {
         let alias = request::alias(body)?;
         served.server.discard(&alias)?;
         Ok(json!({"ok": true, "alias": alias}))
@@ -276,7 +289,7 @@ async fn discard(State(app): State<Arc<App>>, request: Request) -> Handled {
 }
 
 async fn load(State(app): State<Arc<App>>, request: Request) -> Handled {
-    let work = |body: &[u8], served: &Served| {
+    let work = |body: &[u8], served: &Served, _: &dyn Fn() -> bool| {
         let (alias, file) = request::load_adapter(body, &served.host)?;
         let generation = served.server.load_adapter(&alias, &file)?;
         Ok(json!({"ok": true, "alias": alias, "generation": generation}))
@@ -285,7 +298,7 @@ async fn load(State(app): State<Arc<App>>, request: Request) -> Handled {
 }
 
 async fn unload(State(app): State<Arc<App>>, request: Request) -> Handled {
-    let work = |body: &[u8], served: &Served| {
+    let work = |body: &[u8], served: &Served, _: &dyn Fn() -> bool| {
         let alias = request::alias(body)?;
         served.server.unload_adapter(&alias)?;
         Ok(json!({"ok": true, "alias": alias}))

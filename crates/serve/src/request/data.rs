@@ -187,12 +187,22 @@ pub(super) fn left(
     trained.last()?.then(|| example(Conversation { ids, trained }))
 }
 
-/// Conversations as examples in windows of at most `window` rows.
-pub(super) fn of_rows(rows: &[Row], host: &Host, window: usize, fit: Fit) -> Result<Data> {
+/// Conversations as examples in windows of at most `window` rows. `wanted` is asked before each
+/// whether anybody still waits for them.
+pub(super) fn of_rows(
+    rows: &[Row],
+    host: &Host,
+    window: usize,
+    fit: Fit,
+    wanted: &dyn Fn() -> bool,
+) -> Result<Data> {
     let mut report =
         DataReport { window_asked: window, examples: rows.len(), ..DataReport::default() };
     let mut examples = Vec::new();
     for row in rows {
+        if !wanted() {
+            return Err(Error::new(Code::Stopping, "nobody waits for the answer any more"));
+        }
         match row.fit(host, window + 1, fit)? {
             None => report.skipped += 1,
             Some((example, shortened)) => {

@@ -26,11 +26,11 @@ struct Settings {
 }
 
 /// Reads a training job: everything is checked that can be without the graph, then the data are
-/// rendered.
+/// rendered. That may take minutes; `wanted` is asked meanwhile whether anybody still waits.
 ///
 /// # Errors
 /// Names the field, or the example and the message, and what is expected.
-pub fn train(bytes: &[u8], host: &Host) -> Result<TrainJob> {
+pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<TrainJob> {
     let folder = host.train_dir()?;
     let mut fields = Fields::body(bytes, false)?;
     let out = fields.string("out")?.ok_or_else(|| missing("out", "a name such as `notes.gguf`"))?;
@@ -59,7 +59,7 @@ pub fn train(bytes: &[u8], host: &Host) -> Result<TrainJob> {
                            whose control tokens are always parsed; leave it out";
             return Err(Error::field("parse_special", message));
         }
-        Err(examples) => of_rows(&rows(examples)?, host, window, fit)?,
+        Err(examples) => of_rows(&rows(examples)?, host, window, fit, wanted)?,
     };
     let Data { train: examples, held_out, report: data, .. } = data.split(val_split)?;
     config.graph.rows = data.window;
@@ -80,7 +80,11 @@ pub fn train(bytes: &[u8], host: &Host) -> Result<TrainJob> {
 ///
 /// # Errors
 /// As [`train`].
-pub fn learn(bytes: &[u8], host: &Host) -> Result<(LearnJob, DataReport)> {
+pub fn learn(
+    bytes: &[u8],
+    host: &Host,
+    wanted: &dyn Fn() -> bool,
+) -> Result<(LearnJob, DataReport)> {
     host.train_dir()?;
     let mut fields = Fields::body(bytes, false)?;
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
@@ -90,7 +94,8 @@ pub fn learn(bytes: &[u8], host: &Host) -> Result<(LearnJob, DataReport)> {
     fields.finish()?;
 
     let Err(examples) = corpus(None, examples)? else { return Err(missing("examples", "a list")) };
-    let data = of_rows(&rows(examples)?, host, config.graph.rows, fit)?.split(0.0)?;
+    let rows = rows(examples)?;
+    let data = of_rows(&rows, host, config.graph.rows, fit, wanted)?.split(0.0)?;
     config.graph.rows = data.report.window;
     let job = LearnJob { alias, config, examples: data.train, pacing, memory_budget };
     Ok((job, data.report))

@@ -226,7 +226,7 @@ fn a_completion_request_is_refused_by_field() {
 fn a_body_is_bounded_and_says_where_it_is_broken() {
     let host = host();
     let said = |body: &[u8]| {
-        let e = train(body, &host).err().unwrap();
+        let e = train(body, &host, &|| true).err().unwrap();
         assert_eq!(e.code, Code::InvalidInput);
         (e.field, e.message)
     };
@@ -271,7 +271,7 @@ fn train_body() -> Value {
 }
 
 fn trained(changes: &Value) -> Result<TrainJob> {
-    train(&bytes(&with(&train_body(), changes)), &host())
+    train(&bytes(&with(&train_body(), changes)), &host(), &|| true)
 }
 
 #[test]
@@ -392,8 +392,8 @@ fn a_training_job_is_refused_by_field() {
     }
     let mut off = host();
     off.train_dir = None;
-    assert_eq!(train(b"{", &off).err().unwrap().code, Code::TrainingOff);
-    assert_eq!(learn(b"{", &off).err().unwrap().code, Code::TrainingOff);
+    assert_eq!(train(b"{", &off, &|| true).err().unwrap().code, Code::TrainingOff);
+    assert_eq!(learn(b"{", &off, &|| true).err().unwrap().code, Code::TrainingOff);
 }
 
 /// f46: no field of a job is passed over, at any depth.
@@ -403,7 +403,7 @@ fn f46_unknown_fields_are_refused() {
     let examples = json!([{"prompt": "x", "completion": "y", "weight": 2}]);
     refused(trained(&json!({"examples": examples})), "examples[0].weight", "unknown field");
     let body = bytes(&json!({"alias": "a", "val_split": 0.1, "examples": []}));
-    refused(learn(&body, &host()), "val_split", "unknown field");
+    refused(learn(&body, &host(), &|| true), "val_split", "unknown field");
 }
 
 /// Every number is looked at before any example is rendered: a template that never ends is not
@@ -416,9 +416,22 @@ fn numbers_come_before_rendering() {
                    {% endfor %}";
     host.template = ChatTemplate::parse("loop", forever, tokens).map_err(|e| e.to_string());
     let body = bytes(&with(&train_body(), &json!({"rank": 0})));
-    refused(train(&body, &host), "rank", "from 1 to 256");
-    refused(train(&bytes(&train_body()), &host), "examples[0].messages", "may never end");
+    refused(train(&body, &host, &|| true), "rank", "from 1 to 256");
+    refused(train(&bytes(&train_body()), &host, &|| true), "examples[0].messages", "may never end");
     refused(chat(&bytes(&chat_body()), &host, 0), "messages", "may never end");
+}
+
+#[test]
+fn data_that_nobody_waits_for_are_not_rendered() {
+    let examples = vec![json!({"prompt": "Who?", "completion": "Emma."}); 10];
+    let body = bytes(&with(&train_body(), &json!({ "examples": examples })));
+    let asked = std::cell::Cell::new(0);
+    let wanted = || {
+        asked.set(asked.get() + 1);
+        asked.get() < 4
+    };
+    assert_eq!(train(&body, &host(), &wanted).err().unwrap().code, Code::Stopping);
+    assert_eq!(asked.get(), 4);
 }
 
 #[test]
@@ -655,7 +668,7 @@ fn names_are_confined_to_the_folder() {
 
 #[test]
 fn examples_to_learn() {
-    let learned = |body: Value| learn(&bytes(&body), &host());
+    let learned = |body: Value| learn(&bytes(&body), &host(), &|| true);
     let example = json!([{"prompt": "Who?", "completion": "Emma."}]);
     let (job, report): (LearnJob, _) =
         learned(json!({"alias": "notes", "examples": example, "lr": 0.5})).unwrap();
