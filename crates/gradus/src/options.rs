@@ -283,8 +283,8 @@ pub fn room(wanted: usize, positions: usize, prompt: usize) -> Result<usize> {
 
 /// How an engine for one sequence of so many positions is set up.
 pub fn engine_config(cache: CacheType, positions: usize) -> EngineConfig {
-    // The sequence's own state, and one to go back to.
-    EngineConfig { cache: cache.dtype(), positions, batch: BATCH, states: 2 }
+    // The sequence's own state, the one after its prompt, and one on the way.
+    EngineConfig { cache: cache.dtype(), positions, batch: BATCH, states: 3 }
 }
 
 /// An engine for one sequence of so many positions, with an adapter.

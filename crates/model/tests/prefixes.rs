@@ -6,6 +6,7 @@ mod common;
 
 use common::{adapter, assert_ends, cold, engine, feed, tokens, toy};
 use model::{Cache, Engine, Error, Rows, SeqId, WantLogits};
+use testkit::Random;
 
 const ARCHITECTURES: [&str; 5] = ["llama", "gemma3", "qwen35", "qwen35moe", "qwen3moe"];
 
@@ -328,4 +329,75 @@ fn bytes_are_known_before() {
     };
     assert_eq!(bytes(64, 1) - bytes(32, 1), 32 * 2 * (2 * 64) * 4);
     assert_eq!(bytes(32, 3) - bytes(32, 2), (3 * 512 + 4 * 64 * 64) * 4);
+}
+
+/// Many sequences with and without adapters, opened, run in mixed batches, cut back and closed at
+/// random in a cache that is too small for them.
+#[test]
+fn random_use_gives_what_cold_runs_give() {
+    for arch in ["llama", "qwen35moe"] {
+        let model = toy(arch);
+        let adapters = [adapter(&model, 4, 1), adapter(&model, 8, 2)];
+        let mut engine = engine(&model, 448, 9);
+        let ids = [
+            None,
+            Some(engine.attach(adapters[0].clone())),
+            Some(engine.attach(adapters[1].clone())),
+        ];
+        let mut random = Random::new(3);
+        let texts = [tokens(1, 400), tokens(2, 400)];
+        let mut open: Vec<(SeqId, usize, Vec<u32>)> = Vec::new();
+        let (mut reused, mut full, mut compared) = (0, 0, 0);
+        for _ in 0..120 {
+            // A prompt is the beginning of one text, and perhaps some other tokens.
+            if open.len() < 4 {
+                let mut prompt = texts[random.below(2)][..1 + random.below(130)].to_vec();
+                prompt.extend(tokens(random.bits(), random.below(3) * 20));
+                let with = random.below(3);
+                let (seq, held) = engine.open(&prompt, ids[with]);
+                reused += usize::from(held > 0);
+                open.push((seq, with, prompt));
+            }
+            if random.below(4) == 0 {
+                let which = random.below(open.len());
+                let (seq, _, text) = &mut open[which];
+                let held = engine.cache().truncate(*seq, random.below(text.len() + 1));
+                text.truncate(held + 1 + random.below(20));
+            }
+            let mut batch = Vec::new();
+            for (seq, with, text) in &mut open {
+                let held = engine.cache().len(*seq);
+                if text.len() == held {
+                    text.extend(tokens(random.bits(), 1 + random.below(3) * 9));
+                }
+                batch.push(Rows {
+                    seq: *seq,
+                    tokens: &text[held..],
+                    adapter: ids[*with],
+                    want: WantLogits::Last,
+                });
+            }
+            match engine.forward(&batch) {
+                Ok(logits) => {
+                    for ((_, with, text), logits) in open.iter().zip(logits) {
+                        let with = with.checked_sub(1).map(|i| &adapters[i]);
+                        let bits: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
+                        assert_ends(&cold(&model, text, with), &bits, arch);
+                        compared += 1;
+                    }
+                }
+                Err(Error::Full { .. }) => {
+                    full += 1;
+                    let (seq, ..) = open.remove(random.below(open.len()));
+                    engine.cache().close(seq);
+                }
+                Err(e) => panic!("{e}"),
+            }
+            if open.len() > 3 && random.below(2) == 0 {
+                let (seq, ..) = open.remove(random.below(open.len()));
+                engine.cache().close(seq);
+            }
+        }
+        assert!(reused > 5 && full > 5 && compared > 100, "{arch}: {reused}, {full}, {compared}");
+    }
 }

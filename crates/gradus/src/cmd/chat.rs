@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, IsTerminal, Read};
 
-use model::{Engine, SeqId, generate};
+use model::{AdapterId, Engine, SeqId, generate};
 use text::Message;
 
 use super::run::speed;
@@ -67,7 +67,7 @@ pub fn run(args: &Args) -> Result<()> {
     let begin = || -> Vec<Message> {
         args.system.iter().map(|system| Message::new("system", system)).collect()
     };
-    let seq = engine.cache().open();
+    let mut seq = engine.cache().open();
     let mut messages = begin();
     let interrupt = Interrupt::listen();
     let terminal = std::io::stdin().is_terminal();
@@ -103,7 +103,8 @@ pub fn run(args: &Args) -> Result<()> {
             ));
             continue;
         }
-        let new = keep(&mut engine, seq, &ids);
+        let new;
+        (seq, new) = keep(&mut engine, seq, &ids, adapter);
         let fed = ids.get(new..).unwrap_or(&ids);
         let mut config = config.clone();
         config.max_tokens = room(config.max_tokens, ctx, ids.len())?;
@@ -122,12 +123,23 @@ pub fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// Cuts a sequence back to what it has in common with `ids`, and gives how many of them need not
-/// be fed: never all, since the last one's logits are wanted.
-fn keep(engine: &mut Engine, seq: SeqId, ids: &[u32]) -> usize {
+/// A sequence that holds as much of `ids` as can be had, and how many of them need not be fed:
+/// never all, since the last one's logits are wanted. That is the old one cut back to what it has
+/// in common with them, or what the cache keeps: a recurrent model cannot go back anywhere.
+fn keep(
+    engine: &mut Engine,
+    seq: SeqId,
+    ids: &[u32],
+    adapter: Option<AdapterId>,
+) -> (SeqId, usize) {
     let held = engine.cache().tokens(seq);
     let common = held.iter().zip(ids).take_while(|(a, b)| a == b).count();
-    engine.cache().truncate(seq, common.min(ids.len().saturating_sub(1)))
+    let common = engine.cache().truncate(seq, common.min(ids.len().saturating_sub(1)));
+    let (fresh, reused) = engine.open(ids, adapter);
+    let (seq, kept, other) =
+        if reused >= common { (fresh, reused, seq) } else { (seq, common, fresh) };
+    engine.cache().close(other);
+    (seq, kept)
 }
 
 /// The next line, or `None` at the end of input.

@@ -1,0 +1,74 @@
+//! P5, across serving and training: the loss a job sees of a token is, bit for bit, what the
+//! engine that serves the same adapter says of it, however its prompt was fed.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
+
+use std::sync::Arc;
+
+use gguf::TensorType;
+use graph::DType;
+use model::toy::Toy;
+use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
+use testkit::Random;
+use train::{Example, Gradients, GraphConfig, Parameters, Window, select_targets};
+
+const ARCHITECTURES: [&str; 4] = ["llama", "gemma3", "qwen35", "qwen35moe"];
+const TOKENS: usize = 60;
+
+fn toy(arch: &'static str, threads: usize) -> Arc<Model> {
+    let device = Arc::new(cpu::Cpu::new(threads, None).unwrap());
+    let file = Toy::new(arch, TensorType::Q4_0, 7).gguf().unwrap();
+    let file = gguf::Gguf::from_bytes("toy.gguf", file).unwrap();
+    Arc::new(Model::from_gguf(file, device).unwrap())
+}
+
+fn adapter(model: &Model) -> Adapter {
+    let targets = select_targets(model, &["all".to_string()]).unwrap();
+    let mut adapter = Adapter::fresh(model, &targets, 4, 8.0, 1).unwrap();
+    let mut random = Random::new(1);
+    for pair in adapter.tensors.values_mut() {
+        pair.b.iter_mut().for_each(|b| *b = 0.02 * random.normal());
+    }
+    adapter
+}
+
+/// The negative log-likelihood of every token but the first, fed in chunks.
+fn served(model: &Arc<Model>, adapter: &Adapter, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let config = EngineConfig { cache: DType::F16, positions: 64, batch: 64, states: 2 };
+    let mut engine = Engine::new(model.clone(), config).unwrap();
+    let id = engine.attach(Arc::new(adapter.clone()));
+    let seq = engine.cache().open();
+    let mut nll = Vec::new();
+    let fed = &tokens[..tokens.len() - 1];
+    for (part, labels) in fed.chunks(chunk).zip(tokens[1..].chunks(chunk)) {
+        let rows = Rows { seq, tokens: part, adapter: Some(id), want: WantLogits::All };
+        let logits = engine.forward(&[rows]).unwrap().pop().unwrap();
+        nll.extend(engine.log_probs(&logits, labels).unwrap().into_iter().map(|x| -x));
+    }
+    nll
+}
+
+#[test]
+fn what_is_trained_is_what_is_served() {
+    for arch in ARCHITECTURES {
+        let (one, two) = (toy(arch, 1), toy(arch, 2));
+        let adapter = adapter(&one);
+        let mut random = Random::new(5);
+        let tokens: Vec<u32> = (0..TOKENS).map(|_| random.below(320) as u32).collect();
+        let other = Example { tokens: tokens[..3].to_vec(), weights: vec![0.0; 3] };
+        let parameters = Parameters { adapter: Some(adapter.clone()), ..Parameters::default() };
+        let config = GraphConfig { rows: 64, cache: DType::F16, ..GraphConfig::default() };
+        let mut gradients = Gradients::new(two.as_ref(), config).unwrap();
+        let chunks = [1, 7, TOKENS].map(|chunk| served(&one, &adapter, &tokens, chunk));
+        for at in [1, 2, 3, 31, 32, 33, TOKENS - 1] {
+            // One token carries all of the loss, in a window that another sequence begins.
+            let mut weights = vec![0.0; TOKENS];
+            weights[at] = 1.0;
+            let example = Example { tokens: tokens.clone(), weights };
+            let window = Window { examples: vec![other.clone(), example] };
+            let trained = gradients.of(&window, 1.0, &parameters, &()).unwrap().loss;
+            for nll in &chunks {
+                assert_eq!(f64::from(nll[at - 1]).to_bits(), trained.to_bits(), "{arch}, {at}");
+            }
+        }
+    }
+}
