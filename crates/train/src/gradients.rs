@@ -511,7 +511,7 @@ impl Parameters {
     }
 
     /// The values bound to a leaf of this name.
-    fn value(&self, name: &str) -> Option<&[f32]> {
+    pub(crate) fn value(&self, name: &str) -> Option<&[f32]> {
         let Some(rest) = name.strip_prefix("0:") else {
             return self.weights.get(name).map(Vec::as_slice);
         };
