@@ -218,9 +218,17 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
+        let lengths: Vec<(String, usize)> = parameters
+            .names()
+            .into_iter()
+            .filter_map(|name| Some((name.clone(), parameters.value(&name)?.len())))
+            .filter(|(_, len)| *len > 0)
+            .collect();
+        optimizer.resume(lengths.iter().map(|(name, len)| (name.as_str(), *len)))?;
         gradients.plan(&parameters)?;
         for (name, values) in &mut parameters.weights {
             *values = gradients.model().read_f32(name)?;
+            optimizer.resume(std::iter::once((name.as_str(), values.len())))?;
         }
         Ok(Trainer {
             gradients,
