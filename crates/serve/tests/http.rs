@@ -5,8 +5,10 @@
 mod client;
 mod common;
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use client::{Event, Events, get, post, post_text, raw_reply, send, stream};
@@ -17,7 +19,7 @@ use serde_json::{Value, json};
 use serve::http::{Http, Limits};
 use serve::request::Host;
 use serve::{Options, Server};
-use text::{ChatTemplate, Message, SpecialTokens};
+use text::{ChatTemplate, Message, SamplerConfig, SpecialTokens};
 
 /// A toy that is served.
 struct Served {
@@ -55,7 +57,7 @@ impl Served {
         let seq = engine.cache().open();
         let config = GenerateConfig {
             max_tokens,
-            sampler: text::SamplerConfig::greedy(),
+            sampler: SamplerConfig { logit_bias: unending().clone(), ..SamplerConfig::greedy() },
             seed: 0,
             stops: stops.iter().map(ToString::to_string).collect(),
             adapter: None,
@@ -85,15 +87,23 @@ fn chat(question: &str, max_tokens: usize) -> Value {
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": max_tokens,
+        "logit_bias": unending(),
     })
 }
 
-/// A request whose answer does not end by itself.
-fn endless(served: &Served) -> Value {
-    let ends = served.host.model.tokenizer().eog_ids();
-    let never: serde_json::Map<String, Value> =
-        ends.iter().map(|id| (id.to_string(), json!(-100))).collect();
-    with(chat("Tell me everything.", 900), &json!({ "logit_bias": never }))
+/// A request whose answer takes long.
+fn endless() -> Value {
+    chat("Tell me everything.", 900)
+}
+
+/// The tokens that end an answer, banned, so that answers are as long as they may be.
+fn unending() -> &'static BTreeMap<u32, f32> {
+    static BANNED: OnceLock<BTreeMap<u32, f32>> = OnceLock::new();
+    let ends = || {
+        let model = Fixture::llama().model();
+        model.tokenizer().eog_ids().iter().map(|&id| (id, -100.0)).collect()
+    };
+    BANNED.get_or_init(ends)
 }
 
 fn with(mut value: Value, changes: &Value) -> Value {
@@ -173,7 +183,12 @@ fn a_completion_is_what_the_model_generates_up_to_a_stop_string() {
     let prompt = text::encode_prompt(served.host.model.tokenizer(), "Once upon").unwrap();
     let (text, _) = served.alone(&prompt, 30, &[]);
     let body = |changes: Value| {
-        let body = json!({"prompt": "Once upon", "temperature": 0, "max_tokens": 30});
+        let body = json!({
+            "prompt": "Once upon",
+            "temperature": 0,
+            "max_tokens": 30,
+            "logit_bias": unending(),
+        });
         with(body, &changes)
     };
     let answer = post(served.at(), TEXT, &body(json!({}))).ok();
@@ -298,7 +313,9 @@ fn training_is_off_without_a_folder() {
     let model = toy.model();
     let server = Server::start(model.clone(), Options::default()).unwrap();
     let http = listen(Limits::default());
-    http.serve(server, Host::new(model, "base".into(), DType::F16));
+    let mut host = Host::new(model, "base".into(), DType::F16);
+    host.template = Err("toy.gguf: there is no chat template".into());
+    http.serve(server, host);
     assert_eq!(get(http.address(), "/train").ok(), json!({"state": "unavailable"}));
     for path in [
         "/train",
@@ -447,7 +464,7 @@ fn what_is_learned_is_served_when_it_is_promoted() {
 #[test]
 fn f68_clients_that_leave_free_their_slots() {
     let served = Served::with(Options { queue: 256, ..Options::default() }, Limits::default());
-    let body = endless(&served);
+    let body = endless();
     let streams: Vec<Events> = (0..40).map(|_| stream(served.at(), CHAT, &body)).collect();
     let first: Vec<Events> = streams
         .into_iter()
@@ -491,7 +508,7 @@ fn more_than_may_wait_is_told_to_come_again() {
     let options = Options { slots: 1, queue: 1, ..Options::default() };
     let limits = Limits { keep_alive: Duration::from_millis(20), ..Limits::default() };
     let served = Served::with(options, limits);
-    let mut running = stream(served.at(), CHAT, &endless(&served));
+    let mut running = stream(served.at(), CHAT, &endless());
     running.text().unwrap();
     let mut waiting = stream(served.at(), CHAT, &chat("And then?", 3));
     let refused = post(served.at(), CHAT, &chat("Me too.", 3));

@@ -14,7 +14,7 @@ use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::Response;
 use futures_util::{FutureExt, stream};
 use graph::Code;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::{App, Handled, reply};
 use crate::request::{self, Host, Reply};
@@ -113,19 +113,22 @@ impl Head {
         Head { kind, id: format!("{prefix}-{:016x}", fresh()), created, model }
     }
 
-    fn object(&self, chunk: bool, choices: &Value) -> Value {
+    fn object(&self, chunk: bool, choices: &Value, usage: Option<Value>) -> Value {
         let object = match (self.kind, chunk) {
             (Kind::Chat, false) => "chat.completion",
             (Kind::Chat, true) => "chat.completion.chunk",
             (Kind::Text, _) => "text_completion",
         };
-        json!({
-            "id": self.id,
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        })
+        let mut said = Map::new();
+        said.insert("id".into(), json!(self.id));
+        said.insert("object".into(), json!(object));
+        said.insert("created".into(), json!(self.created));
+        said.insert("model".into(), json!(self.model));
+        said.insert("choices".into(), json!(choices));
+        if let Some(usage) = usage {
+            said.insert("usage".into(), usage);
+        }
+        said.into()
     }
 }
 
@@ -173,7 +176,7 @@ async fn whole(mut turn: Turn, head: &Head) -> Result<Value> {
             json!({"index": 0, "text": text, "finish_reason": finish, "logprobs": null})
         }
     };
-    Ok(with_usage(head.object(false, &json!([choice])), usage(&done)))
+    Ok(head.object(false, &json!([choice]), Some(usage(&done))))
 }
 
 /// An answer on its way to the client. Dropping it ends its turn.
@@ -257,18 +260,16 @@ impl Stream {
                 json!({"index": 0, "text": text, "finish_reason": finish, "logprobs": null})
             }
         };
-        let object = self.head.object(true, &json!([choice]));
-        match self.include_usage {
-            true => self.event(&with_usage(object, Value::Null)),
-            false => self.event(&object),
-        }
+        let usage = self.include_usage.then_some(Value::Null);
+        let object = self.head.object(true, &json!([choice]), usage);
+        self.event(&object);
     }
 
     fn end(&mut self, done: &Done) {
         self.chunk(None, Some(done.finish.as_str()));
         if self.include_usage {
-            let object = self.head.object(true, &json!([]));
-            self.event(&with_usage(object, usage(done)));
+            let object = self.head.object(true, &json!([]), Some(usage(done)));
+            self.event(&object);
         }
         self.due.push_back("data: [DONE]\n\n".into());
         self.ended = true;

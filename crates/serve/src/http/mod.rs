@@ -18,13 +18,14 @@ use std::time::Duration;
 
 use axum::extract::Request;
 use axum::http::header::CONTENT_LENGTH;
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use futures_util::{FutureExt, StreamExt};
 use graph::Code;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use crate::request::Host;
 use crate::{Error, Result, Server};
+use reply::Refused;
 
 /// Bounds on what clients may take up.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -60,7 +61,7 @@ impl Default for Limits {
 }
 
 /// What a handler comes to: either way an answer.
-type Handled = std::result::Result<Response, Response>;
+type Handled = std::result::Result<Response, Refused>;
 
 /// What is served, once there is something.
 struct Served {
@@ -89,9 +90,9 @@ const KIB: usize = 1024;
 
 impl App {
     /// What is served.
-    fn served(&self) -> Result<&Served> {
-        let loading = || Error::new(Code::Loading, "the model is being loaded; try again");
-        self.served.get().ok_or_else(loading)
+    fn served(&self) -> std::result::Result<&Served, Refused> {
+        let loading = Refused::Unavailable("loading", "the model is being loaded; try again");
+        self.served.get().ok_or(loading)
     }
 
     /// Reads a body of at most so many bytes. What is returned beside it holds its place among
@@ -245,7 +246,7 @@ impl Http {
 async fn caught(app: &App, handler: impl Future<Output = Response>) -> Response {
     match AssertUnwindSafe(handler).catch_unwind().await {
         Ok(response) => response,
-        Err(_) => app.panicked().into(),
+        Err(_) => Refused::from(app.panicked()).into_response(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use graph::{Code, Kind};
 use serde_json::{Map, Value, json};
 
@@ -53,18 +53,36 @@ pub(super) fn error_value(e: &Error) -> Value {
 }
 
 /// A state of the server in which it cannot answer.
-pub(super) fn unavailable(code: &str, message: &str) -> Response {
+fn unavailable(code: &str, message: &str) -> Response {
     let error = json!({"message": message, "type": "server_error", "param": null, "code": code});
     let mut response = json(StatusCode::SERVICE_UNAVAILABLE, &json!({ "error": error }));
     response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     response
 }
 
-impl From<Error> for Response {
-    fn from(e: Error) -> Response {
-        if matches!(e.code, Code::Stopping | Code::Loading) {
-            return unavailable(e.code.as_str(), &e.message);
-        }
+/// Why something is not answered.
+pub(super) enum Refused {
+    /// The request's own fault, or the server's.
+    Error(Error),
+    /// A state of the server: a code and a message.
+    Unavailable(&'static str, &'static str),
+}
+
+impl From<Error> for Refused {
+    fn from(e: Error) -> Refused {
+        Refused::Error(e)
+    }
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let e = match self {
+            Refused::Unavailable(code, message) => return unavailable(code, message),
+            Refused::Error(e) if e.code == Code::Stopping => {
+                return unavailable(e.code.as_str(), &e.message);
+            }
+            Refused::Error(e) => e,
+        };
         let status = StatusCode::from_u16(e.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let mut response = json(status, &error_value(&e));
         if e.code.kind() == Kind::Busy {

@@ -13,7 +13,8 @@ use axum::routing::{get, post};
 use graph::Code;
 use serde_json::{Value, json};
 
-use super::{App, Handled, Served, caught, completions, reply};
+use super::reply::{self, Refused};
+use super::{App, Handled, Served, caught, completions};
 use crate::request::{self, MAX_TRAIN_BODY};
 use crate::{DataReport, Error, Learned, MetricKind, Result, Server};
 
@@ -65,11 +66,10 @@ async fn health() -> Response {
 }
 
 /// Requests are taken.
-async fn ready(State(app): State<Arc<App>>) -> Response {
-    match app.served() {
-        Ok(served) if served.server.is_ready() => reply::ok(&json!({"status": "ready"})),
-        Ok(_) => reply::unavailable("stopping", "the server is stopping"),
-        Err(loading) => loading.into(),
+async fn ready(State(app): State<Arc<App>>) -> Handled {
+    match app.served()?.server.is_ready() {
+        true => Ok(reply::ok(&json!({"status": "ready"}))),
+        false => Err(Refused::Unavailable("stopping", "the server is stopping")),
     }
 }
 
