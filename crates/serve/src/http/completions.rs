@@ -132,14 +132,6 @@ impl Head {
     }
 }
 
-/// An object with its field `usage`.
-fn with_usage(mut object: Value, usage: Value) -> Value {
-    if let Some(fields) = object.as_object_mut() {
-        fields.insert("usage".into(), usage);
-    }
-    object
-}
-
 fn usage(done: &Done) -> Value {
     json!({
         "prompt_tokens": done.prompt_tokens,
