@@ -2,83 +2,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)] // tests
 
 mod common;
+#[path = "common/odd.rs"]
+mod odd;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
-use graph::{
-    Arena, Call, Code, Device, Fault, HostTensor, Leaf, Needs, Plan, Policy, Progress, Resident,
-    Segment, Stop, Unsupported,
-};
+use graph::{Code, Policy};
+use odd::Odd;
 use serve::{Ask, LearnJob, Options, Pacing, Server, State, TrainJob};
 use train::{Example, TrainConfig};
-
-/// A processor that has no kernel for an op, faults or panics at the first step of another.
-struct Odd {
-    inner: cpu::Cpu,
-    lacks: Mutex<&'static str>,
-    faults: Mutex<&'static str>,
-    panics: Mutex<&'static str>,
-    ran: AtomicUsize,
-}
-
-impl Odd {
-    fn new() -> Arc<Odd> {
-        Arc::new(Odd {
-            inner: cpu::Cpu::new(2, None).unwrap(),
-            lacks: Mutex::new(""),
-            faults: Mutex::new(""),
-            panics: Mutex::new(""),
-            ran: AtomicUsize::new(0),
-        })
-    }
-}
-
-impl Device for Odd {
-    fn name(&self) -> &'static str {
-        "odd"
-    }
-
-    fn family(&self) -> &'static str {
-        "test"
-    }
-
-    fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {
-        match *self.lacks.lock().unwrap() == call.op.name() {
-            true => Err(Unsupported::Kernel(call.op.name().into())),
-            false => self.inner.supports(call),
-        }
-    }
-
-    fn load(&self, tensor: &HostTensor<'_>) -> Result<Arc<dyn Resident>, Fault> {
-        self.inner.load(tensor)
-    }
-
-    fn arena(&self, bytes: usize) -> Result<Box<dyn Arena>, Fault> {
-        self.inner.arena(bytes)
-    }
-
-    fn run(
-        &self,
-        plan: &Plan,
-        leaves: &[Leaf<'_>],
-        arena: &mut dyn Arena,
-        from: Segment,
-        stop: &dyn Stop,
-    ) -> Result<Progress, Fault> {
-        self.ran.fetch_add(1, Ordering::Relaxed);
-        let has = |op: &str| plan.steps.iter().find(|s| s.op.name() == op);
-        let faults = *self.faults.lock().unwrap();
-        if let Some(step) = has(faults) {
-            return Err(Fault::new(Code::Internal, &*step.name, "the device broke down"));
-        }
-        let panics = *self.panics.lock().unwrap();
-        assert!(has(panics).is_none(), "{panics}");
-        self.inner.run(plan, leaves, arena, from, stop)
-    }
-}
 
 fn broken() -> (Fixture, Arc<Odd>, Server) {
     let (toy, device) = (Fixture::llama(), Odd::new());
