@@ -93,6 +93,26 @@ impl AdamW {
         }
     }
 
+    /// Refuses moments kept under the names of parameters of another length: those of another
+    /// adapter, or of another rank.
+    ///
+    /// # Errors
+    /// Names the first such parameter and both lengths.
+    pub fn resume<'a>(&self, parameters: impl Iterator<Item = (&'a str, usize)>) -> Result<()> {
+        for (name, len) in parameters {
+            let Some((m, v)) = self.moments.get(name) else { continue };
+            if m.len() != len || v.len() != len {
+                return Err(Error::Setting(format!(
+                    "the optimizer's moments of `{name}` have {} and {} numbers, the parameter has \
+                     {len}: they are of another adapter",
+                    m.len(),
+                    v.len()
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Moves one parameter by its gradient, as part of step [`AdamW::steps`], which the caller has
     /// counted.
     ///
@@ -113,5 +133,80 @@ impl AdamW {
             *p = *p * shrink - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After a step on parameters `a` and `b` of these lengths.
+    fn stepped(a: usize, b: usize) -> AdamW {
+        let mut optimizer = AdamW::new(0.1);
+        let (mut a, mut b) = (vec![1.0; a], vec![1.0; b]);
+        let (da, db) = (vec![0.5; a.len()], vec![0.5; b.len()]);
+        let parameters = &mut [("a".to_string(), &mut a[..], &da[..]), ("b".into(), &mut b, &db)];
+        optimizer.step(0.1, parameters).unwrap();
+        optimizer
+    }
+
+    /// PRIOR-ART C3: moments were kept by a node's number, so that with another topology one
+    /// tensor had another's, silently.
+    #[test]
+    fn bug_03_moments_are_their_parameters_own() {
+        let alone = |gradients: &[f32]| -> f32 {
+            let (mut optimizer, mut p) = (AdamW::new(0.0), [1.0]);
+            for (i, &g) in gradients.iter().enumerate() {
+                // The bias correction counts steps, also those of others.
+                optimizer.steps = [0, 1, 2][i];
+                optimizer.step(0.1, &mut [("p".into(), &mut p, &[g])]).unwrap();
+            }
+            p[0]
+        };
+        let (mut optimizer, mut a, mut b) = (AdamW::new(0.0), [1.0], [1.0]);
+        for (i, (ga, gb)) in [(0.5, -2.0), (-0.25, 3.0), (0.125, 1.0)].into_iter().enumerate() {
+            // Another order every time.
+            let (first, second) =
+                (("a".to_string(), &mut a, [ga]), ("b".to_string(), &mut b, [gb]));
+            let (first, second) = if i == 1 { (second, first) } else { (first, second) };
+            let parameters = &mut [
+                (first.0, &mut first.1[..], &first.2[..]),
+                (second.0, &mut second.1[..], &second.2[..]),
+            ];
+            optimizer.step(0.1, parameters).unwrap();
+        }
+        assert_eq!((a[0], b[0]), (alone(&[0.5, -0.25, 0.125]), alone(&[-2.0, 3.0, 1.0])));
+    }
+
+    #[test]
+    fn moments_of_another_length_are_refused_by_name() {
+        let optimizer = stepped(3, 4);
+        optimizer.resume([("a", 3), ("b", 4), ("new", 7)].into_iter()).unwrap();
+        let e = optimizer.resume([("a", 3), ("b", 8)].into_iter()).unwrap_err();
+        assert_eq!(
+            e.to_string(),
+            "the optimizer's moments of `b` have 4 and 4 numbers, the parameter has 8: they are of \
+             another adapter"
+        );
+        assert!(matches!(e, Error::Setting(_)));
+    }
+
+    /// Nothing moves where one gradient or the moments of one parameter do not fit.
+    #[test]
+    fn a_step_that_does_not_fit_moves_nothing() {
+        for (db, b, kept) in [(3, 4, 4), (4, 4, 5), (5, 4, 4)] {
+            let mut optimizer = stepped(3, kept);
+            let before = optimizer.clone();
+            let (mut pa, mut pb) = (vec![1.0; 3], vec![2.0; b]);
+            let (ga, gb) = (vec![0.5; 3], vec![0.5; db]);
+            let parameters =
+                &mut [("a".to_string(), &mut pa[..], &ga[..]), ("b".into(), &mut pb, &gb)];
+            let e = optimizer.step(0.1, parameters).unwrap_err();
+            assert_eq!(
+                e.to_string(),
+                format!("parameter `b` has {b} numbers, its gradient {db}, its moments {kept}",)
+            );
+            assert!(optimizer == before && pa == [1.0; 3] && pb == vec![2.0; b]);
+        }
     }
 }

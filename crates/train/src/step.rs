@@ -52,6 +52,19 @@ pub(crate) fn total_weight(windows: &[Window]) -> f64 {
     windows.iter().map(|w| w.examples.iter().map(Example::weight).sum::<f64>()).sum()
 }
 
+/// Adds a window's gradient of a parameter to those of the windows before it.
+fn add(name: &str, sum: &mut [f32], gradient: &[f32]) -> Result<()> {
+    if sum.len() != gradient.len() {
+        return Err(Error::Stopped(format!(
+            "the gradient of `{name}` has {} numbers, that of the windows before it {}",
+            gradient.len(),
+            sum.len()
+        )));
+    }
+    sum.iter_mut().zip(gradient).for_each(|(a, b)| *a += b);
+    Ok(())
+}
+
 impl Step {
     pub(crate) fn new(windows: Vec<Window>, lr: f32, clip: f32, parameters: &Parameters) -> Step {
         Step {
@@ -110,7 +123,10 @@ impl Step {
                         gradients.gradient(pass, i, &mut self.buffer)?;
                     }
                     match self.sums.get_mut(i) {
-                        Some(sum) => sum.iter_mut().zip(&self.buffer).for_each(|(a, b)| *a += b),
+                        Some(sum) => {
+                            let name = self.names.get(i).map_or("", |name| name.as_str());
+                            add(name, sum, &self.buffer)?;
+                        }
                         None => self.sums.push(std::mem::take(&mut self.buffer)),
                     }
                     self.stage = Stage::Collect(i + 1);
@@ -168,5 +184,52 @@ impl Step {
             return Ok(1.0);
         }
         Ok((f64::from(self.clip) / (norm + 1e-6)) as f32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// PRIOR-ART C1: sums of one step were carried into the next; every step has its own.
+    #[test]
+    fn bug_01_a_step_begins_without_sums() {
+        let step = Step::new(Vec::new(), 0.1, 1.0, &Parameters::default());
+        assert!(step.sums.is_empty() && step.buffer.is_empty() && step.loss == 0.0);
+        assert!(matches!(step.stage, Stage::Run));
+    }
+
+    /// PRIOR-ART C28: clipping at 1e6, which was to be off, still scaled gradients in their
+    /// seventh decimal. What is below the bound is left as it is.
+    #[test]
+    fn bug_28_a_bound_that_is_not_reached_scales_nothing() {
+        let factor = |clip: f32, norm: f64| {
+            let mut parameters = Parameters::default();
+            let step = Step::new(Vec::new(), 0.1, clip, &parameters);
+            step.scale(norm, &mut parameters, &AdamW::default()).unwrap()
+        };
+        // Only factors below 1 are applied.
+        for norm in [0.0, 1e-3, 7.0, 9.9e5] {
+            assert!(factor(1e6, norm) >= 1.0 && factor(0.0, norm) == 1.0, "{norm}");
+        }
+        assert!((factor(1.0, 4.0) - 0.25).abs() < 1e-6);
+    }
+
+    #[test]
+    fn accumulators_of_another_length_are_refused_by_name() {
+        let mut sum = vec![1.0, 2.0];
+        add("0:blk.0.ffn_up.lora_a", &mut sum, &[3.0, 5.0]).unwrap();
+        for gradient in [&[1.0][..], &[1.0; 3], &[]] {
+            let e = add("0:blk.0.ffn_up.lora_a", &mut sum, gradient).unwrap_err();
+            let n = gradient.len();
+            assert_eq!(
+                e.to_string(),
+                format!(
+                    "the gradient of `0:blk.0.ffn_up.lora_a` has {n} numbers, that of the windows \
+                     before it 2"
+                )
+            );
+        }
+        assert_eq!(sum, [4.0, 7.0]);
     }
 }

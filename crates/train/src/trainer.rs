@@ -218,9 +218,16 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
+        let mut lengths: Vec<(String, usize)> = Vec::new();
+        for name in parameters.names() {
+            let len = parameters.value_mut(&name).map_or(0, |values| values.len());
+            lengths.extend((len > 0).then_some((name, len)));
+        }
+        optimizer.resume(lengths.iter().map(|(name, len)| (name.as_str(), *len)))?;
         gradients.plan(&parameters)?;
         for (name, values) in &mut parameters.weights {
             *values = gradients.model().read_f32(name)?;
+            optimizer.resume(std::iter::once((name.as_str(), values.len())))?;
         }
         Ok(Trainer {
             gradients,
