@@ -279,7 +279,9 @@ impl<'g> Placement<'g> {
     fn move_on(&mut self, node: Option<NodeId>, device: usize, error: Error) -> Result<()> {
         let Some(node) = node else { return Err(error) };
         let mut movers = vec![node];
-        if self.graph.node(node).op.is_view() && !self.outputs.contains(&node) {
+        // A view that is an output is copied for itself, and that copy goes first.
+        let is_step = self.steps.contains(&node) && self.home(node) == device;
+        if self.graph.node(node).op.is_view() && !is_step {
             // No step of the graph, but a copy for the steps there that read the view.
             let reads = |id: NodeId| {
                 let args = self.graph.node(id).args.iter();
@@ -288,6 +290,8 @@ impl<'g> Placement<'g> {
             let there = self.steps.iter().copied().filter(|&s| self.home(s) == device);
             movers = there.filter(|&s| reads(s)).collect();
         }
+        // Each round takes a step off a device, so there is an end.
+        movers.retain(|&mover| self.home(mover) == device);
         if movers.is_empty() || device + 1 >= self.devices.len() {
             return Err(error);
         }
