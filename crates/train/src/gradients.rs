@@ -559,21 +559,6 @@ impl Parameters {
         names
     }
 
-    /// The values bound to a leaf of this name.
-    pub(crate) fn value(&self, name: &str) -> Option<&[f32]> {
-        let Some(rest) = name.strip_prefix("0:") else {
-            return self.weights.get(name).map(Vec::as_slice);
-        };
-        let (target, part) = rest.rsplit_once('.')?;
-        let pair = self.adapter.as_ref()?.tensors.get(target)?;
-        match part {
-            "lora_a" => Some(&pair.a),
-            "lora_b" => Some(&pair.b),
-            "lora_scale" => Some(std::slice::from_ref(&pair.scale)),
-            _ => None,
-        }
-    }
-
     /// The values of one of [`Parameters::names`], to be moved.
     pub fn value_mut(&mut self, name: &str) -> Option<&mut [f32]> {
         let Some(rest) = name.strip_prefix("0:") else {

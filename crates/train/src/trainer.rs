@@ -218,12 +218,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
-        let lengths: Vec<(String, usize)> = parameters
-            .names()
-            .into_iter()
-            .filter_map(|name| Some((name.clone(), parameters.value(&name)?.len())))
-            .filter(|(_, len)| *len > 0)
-            .collect();
+        let mut lengths: Vec<(String, usize)> = Vec::new();
+        for name in parameters.names() {
+            let len = parameters.value_mut(&name).map_or(0, |values| values.len());
+            lengths.extend((len > 0).then_some((name, len)));
+        }
         optimizer.resume(lengths.iter().map(|(name, len)| (name.as_str(), *len)))?;
         gradients.plan(&parameters)?;
         for (name, values) in &mut parameters.weights {
