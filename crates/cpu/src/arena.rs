@@ -1,11 +1,11 @@
 //! Memory of exactly the bytes a plan asks for, aligned to cache lines.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::ops::Range;
 use std::ptr::NonNull;
 
 use graph::{Arena, Code, Fault};
+use memmap2::MmapMut;
 
 /// Alignment of an arena and of every value in it.
 pub(crate) const ALIGN: usize = 64;
@@ -30,11 +30,13 @@ fn field(meminfo: &str, name: &str) -> Option<usize> {
     kib.checked_mul(1024)
 }
 
-/// Zeroed memory aligned to [`ALIGN`], freed when dropped.
+/// Zeroed memory aligned to [`ALIGN`], given back to the system when dropped: mapped, since an
+/// allocator would keep what one thread took and another gives back.
 pub(crate) struct Memory {
     start: NonNull<u8>,
-    layout: Option<Layout>,
     bytes: usize,
+    /// Owns what `start` points to.
+    _map: Option<MmapMut>,
 }
 
 // SAFETY: it owns its memory, like a `Box<[u8]>`.
@@ -43,24 +45,24 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Allocates and touches `bytes` bytes; `None` when the system has no such memory.
+    /// Takes and touches `bytes` bytes; `None` when the system has no such memory.
     pub(crate) fn new(bytes: usize) -> Option<Memory> {
         if bytes == 0 {
             let start = NonNull::new(std::ptr::without_provenance_mut(ALIGN))?;
-            return Some(Memory { start, layout: None, bytes });
+            return Some(Memory { start, bytes, _map: None });
         }
         if bytes >= CHECKED && available().is_some_and(|have| bytes > have) {
             return None;
         }
-        let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
-        // SAFETY: the layout's size is not 0.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        // A map begins at a page.
+        let mut map = MmapMut::map_anon(bytes).ok()?;
+        let start = NonNull::new(map.as_mut_ptr())?;
         for at in (0..bytes).step_by(PAGE) {
-            // SAFETY: inside of the allocation. Volatile, because the byte is 0 already and the
-            // point is that the page is taken now, not while a plan runs.
+            // SAFETY: inside of the map. Volatile, because the byte is 0 already and the point is
+            // that the page is taken now, not while a plan runs.
             unsafe { start.as_ptr().add(at).write_volatile(0) };
         }
-        Some(Memory { start, layout: Some(layout), bytes })
+        Some(Memory { start, bytes, _map: Some(map) })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -69,15 +71,6 @@ impl Memory {
 
     pub(crate) fn ptr(&self) -> *mut u8 {
         self.start.as_ptr()
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        if let Some(layout) = self.layout {
-            // SAFETY: allocated in `new` with this layout.
-            unsafe { dealloc(self.start.as_ptr(), layout) };
-        }
     }
 }
 

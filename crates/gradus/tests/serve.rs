@@ -153,3 +153,24 @@ fn the_openai_package_drives_it() {
     assert!(status.success());
     assert_eq!(serving.end("-TERM"), Some(0));
 }
+
+/// It fails by itself where anything is not as it says.
+#[test]
+fn the_demo_of_a_mixture_serves_trains_refuses_and_promotes() {
+    let out = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("demo-moe");
+    let _ = std::fs::remove_dir_all(&out);
+    let ran =
+        gradus(&["demo", "--moe", "-t", "2", "--out", out.to_str().unwrap()]).output().unwrap();
+    let (said, error) =
+        (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success(), "{said}{error}");
+    for part in [
+        "served as `attention`, generation 1",
+        "refused, 422: MatMulExperts at node `blk.0.ffn_down_exps.weight`",
+        "promoted: `halden`, generation 1, is served",
+        "0 panics",
+    ] {
+        assert!(said.contains(part), "{part} is missing: {said}");
+    }
+    assert!(out.join("attention.gguf").exists() && !out.join("experts.gguf").exists());
+}

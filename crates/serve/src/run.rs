@@ -38,6 +38,30 @@ impl Server {
         self.check_alias(&job.name)?;
         let control = self.claim(&job.name)?;
         *lock(&self.0.status) = TrainStatus::starting(&job, self.0.model.geometry().layers);
+        let (reply, begun) = channel();
+        let server = self.clone();
+        self.work(move || {
+            let progress = guarded(|| server.begin(&job, control));
+            let failed = progress.as_ref().err().cloned();
+            failed.iter().for_each(|e| server.failed(e));
+            let _ = reply.send(failed.map_or_else(|| Ok(server.train_status()), Err));
+            if let Ok(progress) = progress
+                && let Err(e) = guarded(|| server.follow(&job, &progress))
+            {
+                server.failed(&e);
+            }
+        });
+        begun.recv().unwrap_or_else(|_| Err(stopped()))
+    }
+
+    /// Has the thread of jobs do something.
+    fn work(&self, what: impl FnOnce() + Send + 'static) {
+        // The thread is there as long as a handle is.
+        let _ = lock(&self.0.work).send(Box::new(what));
+    }
+
+    /// Sets a run up and hands it to the loop.
+    fn begin(&self, job: &TrainJob, control: Arc<Control>) -> Result<Receiver<Progress>> {
         let setup = Setup {
             config: &job.config,
             examples: &job.examples,
@@ -46,42 +70,16 @@ impl Server {
             measure_first: false,
         };
         let start = Start { from: None, fallback: job.fallback.clone() };
-        let set_up = guarded(|| self.set_up(&setup, start));
-        let begun = set_up.and_then(|(trainer, event)| {
-            {
-                let mut status = lock(&self.0.status);
-                status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
-                if let Event::Start { steps, .. } = event {
-                    status.steps_total = steps;
-                }
-                status.state = State::Running;
+        let (trainer, event) = self.set_up(&setup, start)?;
+        {
+            let mut status = lock(&self.0.status);
+            status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
+            if let Event::Start { steps, .. } = event {
+                status.steps_total = steps;
             }
-            self.hand_over(trainer, control.clone(), job.pacing)
-        });
-        let progress = match begun {
-            Ok(progress) => progress,
-            Err(e) => {
-                self.failed(&e);
-                return Err(e);
-            }
-        };
-        let server = self.clone();
-        let owner = move || {
-            let ended = guarded(|| server.follow(&job, &progress));
-            if let Err(e) = &ended {
-                server.failed(e);
-            }
-        };
-        match std::thread::Builder::new().name("job".into()).spawn(owner) {
-            Ok(_) => Ok(self.train_status()),
-            Err(e) => {
-                control.cancel.store(true, Ordering::Relaxed);
-                self.0.to_loop.send(Command::Wake);
-                let e = Error::new(Code::OutOfMemory, format!("no thread for the job: {e}"));
-                self.failed(&e);
-                Err(e)
-            }
+            status.state = State::Running;
         }
+        self.hand_over(trainer, control, job.pacing)
     }
 
     /// The training run, or the last one.
@@ -148,7 +146,12 @@ impl Server {
     pub fn learn(&self, job: LearnJob) -> Result<Learned> {
         self.check_alias(&job.alias)?;
         let control = self.claim(&job.alias)?;
-        let learned = guarded(|| self.learned(job, control));
+        let (reply, learned) = channel();
+        let server = self.clone();
+        self.work(move || {
+            let _ = reply.send(guarded(|| server.learned(job, control)));
+        });
+        let learned = learned.recv().unwrap_or_else(|_| Err(stopped()));
         *lock(&self.0.control) = None;
         match &learned {
             Ok(_) => self.0.counters.jobs_done.add(1),
@@ -200,7 +203,7 @@ impl Server {
                 }
             }
         }
-        Err(Error::new(Code::Stopping, "the server has stopped"))
+        Err(stopped())
     }
 
     /// What a shadow goes on from: itself, else what is served; and the generation served.
@@ -333,7 +336,7 @@ impl Server {
         let run = Run { trainer, control, pacer, to_owner };
         match self.0.to_loop.send(Command::Train(Box::new(run))) {
             true => Ok(progress),
-            false => Err(Error::new(Code::Stopping, "the server has stopped")),
+            false => Err(stopped()),
         }
     }
 
@@ -400,7 +403,7 @@ impl Server {
                 }
             }
         }
-        Err(Error::new(Code::Stopping, "the server has stopped"))
+        Err(stopped())
     }
 
     /// The run is over: its place is free, and its status stays.
@@ -430,6 +433,10 @@ fn finished(trainer: Shared, end: End) -> Result<Outcome> {
         End::Cancelled => Err(Error::new(Code::NotRunning, "the run was cancelled")),
         End::Failed(e) => Err(e),
     }
+}
+
+fn stopped() -> Error {
+    Error::new(Code::Stopping, "the server has stopped")
 }
 
 fn nothing(alias: &str) -> Error {

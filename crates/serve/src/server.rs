@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -57,6 +58,9 @@ pub(crate) struct Shared {
     pub(crate) status: Mutex<TrainStatus>,
     /// The controls of the run that is there, under the name it is controlled by.
     pub(crate) control: Mutex<Option<(String, Arc<Control>)>>,
+    /// What the thread of jobs is to do. Jobs are set up and brought to their end on one thread:
+    /// an allocator keeps memory by thread.
+    pub(crate) work: Mutex<Sender<Work>>,
     stopping: AtomicBool,
     /// Turns that run or wait.
     places: Arc<AtomicUsize>,
@@ -64,12 +68,22 @@ pub(crate) struct Shared {
     started: u64,
 }
 
+/// Something the thread of jobs does.
+pub(crate) type Work = Box<dyn FnOnce() + Send>;
+
 /// A model being served. Cheap to clone; every method may be called from any thread.
 #[derive(Clone)]
 pub struct Server(pub(crate) Arc<Shared>);
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn spawn(name: &str, what: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(what)
+        .map_err(|e| Error::new(Code::OutOfMemory, format!("no thread for {name}: {e}")))
 }
 
 pub(crate) fn now() -> u64 {
@@ -104,10 +118,10 @@ impl Server {
         let (to_loop, commands) = ToLoop::new();
         let engine_loop =
             EngineLoop::new(engine, options.clone(), (&to_loop, commands), counters.clone());
-        let thread = std::thread::Builder::new()
-            .name("engine".into())
-            .spawn(move || engine_loop.run())
-            .map_err(|e| Error::new(Code::OutOfMemory, format!("no engine thread: {e}")))?;
+        let thread = spawn("engine", move || engine_loop.run())?;
+        let (work, jobs) = std::sync::mpsc::channel::<Work>();
+        // It ends with the last handle.
+        spawn("jobs", move || jobs.into_iter().for_each(|work| work()))?;
         Ok(Server(Arc::new(Shared {
             model,
             options,
@@ -116,6 +130,7 @@ impl Server {
             registry: Mutex::default(),
             status: Mutex::default(),
             control: Mutex::default(),
+            work: Mutex::new(work),
             stopping: AtomicBool::new(false),
             places: Arc::default(),
             thread: Mutex::new(Some(thread)),

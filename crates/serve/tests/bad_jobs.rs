@@ -97,7 +97,7 @@ fn kinds() -> Vec<Bad> {
             json!({"examples": lessons("loop")}),
             400,
             "bad_data",
-            "template",
+            "steps",
         ),
         train("an op without a kernel", json!({}), 422, "no_kernel", "SwigluBack at node `blk.1"),
         train("a device that faults", json!({}), 200, "internal", "blk.1."),

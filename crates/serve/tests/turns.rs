@@ -158,7 +158,11 @@ fn two_hundred_clients_that_leave_give_everything_back() {
 fn too_many_and_too_long_are_refused() {
     let toy = Fixture::llama();
     let server = toy.server(Options { slots: 1, queue: 2, ..Options::default() });
-    let long = |i| Ask { max_tokens: 100_000, ..ask(i, 5) };
+    let mut sampler = text::SamplerConfig::greedy();
+    // An answer that ended would make room.
+    let ends = server.model().tokenizer().eog_ids().iter();
+    sampler.logit_bias.extend(ends.map(|&id| (id, -100.0)));
+    let long = |i| Ask { max_tokens: 100_000, sampler: sampler.clone(), ..ask(i, 5) };
     let mut turns = vec![server.ask(long(0)).unwrap()];
     turns[0].blocking_next();
     turns.extend([server.ask(long(1)).unwrap(), server.ask(long(2)).unwrap()]);
