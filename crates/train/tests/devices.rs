@@ -99,7 +99,11 @@ impl Device for Odd {
 }
 
 fn toy(device: Arc<dyn Device>) -> Model {
-    let bytes = Toy::new("llama", TensorType::Q4_1, 3).gguf().unwrap();
+    toy_of("llama", device)
+}
+
+fn toy_of(arch: &str, device: Arc<dyn Device>) -> Model {
+    let bytes = Toy::new(arch, TensorType::Q4_1, 3).gguf().unwrap();
     Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
 }
 
@@ -226,4 +230,24 @@ fn what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
         assert_eq!((refusal.code, refusal.device.as_deref()), (Code::NoKernel, Some("odd (test)")));
         assert!(lacks.contains(&refusal.op.as_str()) && refusal.reason.contains("`strict`"));
     }
+}
+
+/// Slices of what the graph computes and their gradients are copied, not refused, and nothing
+/// falls back.
+#[test]
+fn a_device_that_reads_dense_operands_only_trains_through_copies() {
+    let device = Odd::new();
+    // The gates of its attention are slices of the queries' projection.
+    let model = toy_of("qwen35", device.clone());
+    let in_place = train(&model, "in place").unwrap();
+    device.dense.store(true, Ordering::Relaxed);
+    let cpu: Arc<dyn Device> = Arc::new(cpu::Cpu::new(1, None).unwrap());
+    let mut trainer = {
+        let start = Start { fallback: Some(cpu), ..Start::default() };
+        Trainer::start(&model, config(&model), start).unwrap()
+    };
+    let plan = trainer.plan().unwrap();
+    assert!(plan.fallbacks.is_empty(), "{:?}", plan.fallbacks);
+    assert!(plan.plans().map(|(_, plan)| plan.copies).sum::<usize>() > 0);
+    assert!(train_with(trainer, &model, "dense").unwrap() == in_place);
 }
