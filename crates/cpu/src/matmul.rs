@@ -136,7 +136,9 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             // make whole units.
             let units = (goal / depth).max(1);
             let panels = [12, 6, 2].into_iter().find(|p| units / p >= 96).unwrap_or(2);
-            let long = (4 * MOST / depth / panels).clamp(24, 72);
+            // Long columns, such as a head's, make long tiles: fewer rows, though each panel is
+            // unpacked for fewer then, so that a training segment ends in time.
+            let long = (3 * MOST / 2 / depth / panels / 24 * 24).clamp(24, 72);
             let rows = (units / panels).max(long).next_multiple_of(24);
             let rows = m.div_ceil(m.div_ceil(rows).max(1)).next_multiple_of(24).min(m);
             let busy = rows.max(UNPACK_ROWS);

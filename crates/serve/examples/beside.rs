@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)] // a measurement that may fail
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use graph::DType;
@@ -37,26 +38,57 @@ fn examples() -> Vec<Example> {
     vec![Example { tokens, weights: vec![1.0; WINDOW + 1] }]
 }
 
-/// Gaps between tokens of all streams, in milliseconds, and tokens per second of all together.
-fn stream(server: &Server, streams: usize, tokens: usize) -> (Vec<f64>, f64) {
+/// A gap between two tokens: its milliseconds, and whether the job ran.
+type Gap = (f64, bool);
+
+/// How long the job runs and is paused, in turn: the machine is not always equally fast.
+const TURN: Duration = Duration::from_millis(400);
+
+/// Gaps between tokens of all streams, while the job is paused and resumed in turn. What follows
+/// a change closely is left out.
+fn stream(server: &Server, streams: usize, tokens: usize, job: Option<&str>) -> Vec<Gap> {
+    let (runs, ended) =
+        (Arc::new(AtomicBool::new(job.is_some())), Arc::new(AtomicBool::new(false)));
+    let toggles = job.map(|job| {
+        let (server, runs, ended, job) =
+            (server.clone(), runs.clone(), ended.clone(), job.to_string());
+        std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                std::thread::sleep(TURN);
+                let run = !runs.load(Ordering::Relaxed);
+                let _ = if run { server.resume(&job) } else { server.pause(&job) };
+                runs.store(run, Ordering::Relaxed);
+            }
+        })
+    });
     let workers: Vec<_> = (0..streams)
         .map(|i| {
+            let mut sampler =
+                text::SamplerConfig { temperature: 1.0, ..text::SamplerConfig::greedy() };
+            let ends = server.model().tokenizer().eog_ids().iter();
+            sampler.logit_bias.extend(ends.map(|&id| (id, -100.0)));
             let ask = Ask {
                 tokens: (0..32).map(|t| 200 + 31 * t + i as u32).collect(),
                 model: server.options().name.clone(),
                 max_tokens: tokens,
-                sampler: text::SamplerConfig { temperature: 1.0, ..text::SamplerConfig::greedy() },
+                sampler,
                 seed: i as u64,
                 stops: Vec::new(),
             };
             let mut turn = server.ask(ask).unwrap();
+            let runs = runs.clone();
             std::thread::spawn(move || {
-                let (mut gaps, mut last) = (Vec::new(), None);
+                let (mut gaps, mut last, mut state, mut since) = (Vec::new(), None, true, 0);
                 while let Some(said) = turn.blocking_next() {
                     if let Said::Text(_) = said {
                         let now = Instant::now();
-                        if let Some(before) = last.replace(now) {
-                            gaps.push((now - before).as_secs_f64() * 1e3);
+                        let run = runs.load(Ordering::Relaxed);
+                        since = if run == state { since + 1 } else { 0 };
+                        state = run;
+                        if let Some(before) = last.replace(now)
+                            && since > 3
+                        {
+                            gaps.push(((now - before).as_secs_f64() * 1e3, run));
                         }
                     }
                 }
@@ -64,10 +96,10 @@ fn stream(server: &Server, streams: usize, tokens: usize) -> (Vec<f64>, f64) {
             })
         })
         .collect();
-    let began = Instant::now();
-    let gaps: Vec<f64> = workers.into_iter().flat_map(|w| w.join().unwrap()).collect();
-    let rate = gaps.len() as f64 / began.elapsed().as_secs_f64();
-    (gaps, rate)
+    let gaps = workers.into_iter().flat_map(|w| w.join().unwrap()).collect();
+    ended.store(true, Ordering::Relaxed);
+    toggles.into_iter().for_each(|t| t.join().unwrap());
+    gaps
 }
 
 fn quantiles(gaps: &[f64]) -> [f64; 4] {
@@ -113,14 +145,12 @@ fn main() {
         memory_budget: None,
         fallback: None,
     };
-    stream(&server, streams, 64);
+    stream(&server, streams, 64, None);
 
     server.train(job(Pacing::Slowdown(100_000))).unwrap();
     std::thread::sleep(Duration::from_millis(500));
-    let before = server.train_status().training_ms;
     let (rows, began) = (server.train_status().rows, Instant::now());
     std::thread::sleep(Duration::from_secs(8));
-    let _ = before;
     let quiet = (server.train_status().rows - rows) as f64 / began.elapsed().as_secs_f64();
     println!(
         "training: {alone:.0} tokens/s alone, {quiet:.0} ({:.3}x) as a job without turns",
@@ -132,35 +162,34 @@ fn main() {
     }
 
     for ppm in [20_000, 100_000, 250_000, 500_000] {
-        // The same turns before, beside and after: the machine is not always equally fast.
-        let (mut solo, first) = stream(&server, streams, tokens);
         server.train(job(Pacing::Slowdown(ppm))).unwrap();
-        std::thread::sleep(Duration::from_millis(300));
-        let start = server.train_status();
-        let (beside, rate) = stream(&server, streams, tokens);
+        let gaps = stream(&server, streams, tokens, Some("bench"));
         let status = server.train_status();
         server.cancel().unwrap();
         while server.train_status().is_active() {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let (more, second) = stream(&server, streams, tokens);
-        solo.extend(more);
-        let solo_rate = (first + second) / 2.0;
+        let of =
+            |run: bool| -> Vec<f64> { gaps.iter().filter(|g| g.1 == run).map(|g| g.0).collect() };
+        let (solo, beside) = (of(false), of(true));
+        let mean = |gaps: &[f64]| gaps.iter().sum::<f64>() / gaps.len() as f64;
         let (a, b) = (quantiles(&solo), quantiles(&beside));
-        let busy = (status.busy_training_ms - start.busy_training_ms) as f64;
-        let total = beside.iter().sum::<f64>() / streams as f64;
+        let decode = mean(&solo) / mean(&beside);
+        // Of the time that gaps beside the job took.
+        let share = f64::from(status.slowdown_ppm_realized.unwrap_or(0)) / 1e6;
+        let busy = status.busy_training_ms as f64;
+        let training = busy / (beside.iter().sum::<f64>() / streams as f64 * 1.03);
         println!(
-            "bound {:.0} %, {streams} streams: solo p50 {:.2} ms; p50 {:.3}x p95 {:.3}x p99 {:.3}x, longest {:.1} ms (solo {:.1}); decode {:.3} + training {:.3} = {:.3}; segments p50 {:.2} p95 {:.2} ms",
+            "bound {:.0} %, {streams} streams, {} gaps: p50 {:.2} ms; p50 {:.3}x p95 {:.3}x p99 {:.3}x, longest {:.1} ms (without {:.1}); decode {decode:.3} + training {training:.3} = {:.3} (recent {share:.3}); segments p50 {:.2} p95 {:.2} ms",
             f64::from(ppm) / 1e4,
+            gaps.len(),
             a[0],
             b[0] / a[0],
             b[1] / a[1],
             b[2] / a[2],
             b[3],
             a[3],
-            rate / solo_rate,
-            busy / total,
-            rate / solo_rate + busy / total,
+            decode + training,
             status.segment_ms_p50.unwrap_or(0.0),
             status.segment_ms_p95.unwrap_or(0.0),
         );

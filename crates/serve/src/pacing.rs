@@ -10,9 +10,13 @@ use std::time::{Duration, Instant};
 
 use crate::Pacing;
 
-/// Of the slowdown that is allowed, what training takes: the bound is for the mean of a turn, and
-/// single tokens vary around it.
-const OF_BOUND: f64 = 0.45;
+/// Of the slowdown that is allowed, what segments take: a segment also costs what it pushes out
+/// of the caches, and single tokens vary around the mean.
+const OF_BOUND: f64 = 0.25;
+
+/// Under a bound, a segment waits until it may take what this many batches earn: fewer, longer
+/// segments push out less, and most tokens are not late at all.
+const SAVED: f64 = 2.0;
 
 /// Evidence about rates fades by `exp(-t / FADE)`.
 const FADE: Duration = Duration::from_secs(60);
@@ -40,6 +44,8 @@ pub(crate) struct Pacer {
     pacing: Pacing,
     /// Seconds that training may take; negative when it took too much.
     credit: f64,
+    /// Seconds of credit that a segment waits for.
+    least: f64,
     pub(crate) stats: Stats,
 }
 
@@ -62,7 +68,7 @@ pub(crate) struct Stats {
 
 impl Pacer {
     pub(crate) fn new(pacing: Pacing) -> Pacer {
-        Pacer { pacing, credit: 0.0, stats: Stats::default() }
+        Pacer { pacing, credit: 0.0, least: 0.0, stats: Stats::default() }
     }
 
     /// Seconds of credit for a second of serving.
@@ -83,8 +89,11 @@ impl Pacer {
     /// A batch took this long and gave so many tokens.
     pub(crate) fn served(&mut self, took: Duration, tokens: usize, now: Instant) {
         let earned = took.as_secs_f64() * self.rate();
-        // What is not used at once is not saved up: a long segment later would be a gap.
-        self.credit = if earned.is_finite() { (self.credit + earned).min(earned) } else { 0.0 };
+        let saved = if matches!(self.pacing, Pacing::Slowdown(_)) { SAVED } else { 0.0 };
+        // No more is saved up: a long segment later would be a gap.
+        let most = (saved + 1.0) * earned;
+        self.credit = if earned.is_finite() { (self.credit + earned).min(most) } else { 0.0 };
+        self.least = saved * earned;
         self.stats.serving += took;
         self.stats.fade(now);
         self.stats.add([took.as_secs_f64(), 0.0, tokens as f64]);
@@ -99,7 +108,7 @@ impl Pacer {
             // As long as one segment; the next batch comes in between.
             return Allowance::For(Duration::from_millis(2));
         }
-        match self.credit > 0.0 {
+        match self.credit > 0.0 && self.credit >= self.least {
             true => Allowance::For(Duration::from_secs_f64(self.credit)),
             false => Allowance::Wait,
         }
@@ -261,12 +270,12 @@ mod tests {
             for tile in [0.05, 0.7, 2.0, 12.0] {
                 let (found, _) = simulate(Pacing::Slowdown(bound), tile);
                 let most = f64::from(bound) / 1e6;
-                assert!(found <= most && found > 0.4 * most, "{bound} {tile}: {found}");
+                assert!(found <= most && found > 0.2 * most, "{bound} {tile}: {found}");
             }
         }
-        // With small tiles every token is late by the same little.
+        // With small tiles no token is much later than others.
         let (_, longest) = simulate(Pacing::Slowdown(100_000), 0.05);
-        assert!(longest <= 7.0 * 0.05 + 0.05, "{longest}");
+        assert!(longest <= 7.0 * 0.08 + 0.05, "{longest}");
     }
 
     #[test]
