@@ -11,7 +11,7 @@ mod odd;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -113,7 +113,12 @@ fn kinds() -> Vec<Bad> {
 }
 
 /// Streams one answer after the other; each must be the first, and none may stall.
-fn listen(at: SocketAddr, number: usize, stop: Arc<AtomicBool>) -> JoinHandle<(usize, Duration)> {
+fn listen(
+    at: SocketAddr,
+    number: usize,
+    stop: Arc<AtomicBool>,
+    heard: Arc<AtomicUsize>,
+) -> JoinHandle<(usize, Duration)> {
     std::thread::spawn(move || {
         let body = json!({
             "model": "base", "temperature": 0, "max_tokens": 120,
@@ -138,6 +143,7 @@ fn listen(at: SocketAddr, number: usize, stop: Arc<AtomicBool>) -> JoinHandle<(u
             assert!(done, "a stream was dropped");
             assert_eq!(*first.get_or_insert_with(|| text.clone()), text, "a stream changed");
             answers += 1;
+            heard.fetch_add(1, Ordering::Relaxed);
         }
         (answers, longest)
     })
@@ -163,7 +169,13 @@ fn a_hundred_bad_jobs_in_a_row_are_refused_by_name_and_nothing_else_notices() {
     let at = http.address();
 
     let stop = Arc::new(AtomicBool::new(false));
-    let listeners: Vec<_> = (0..4).map(|i| listen(at, i, stop.clone())).collect();
+    let heard = Arc::new(AtomicUsize::new(0));
+    let listeners: Vec<_> = (0..4).map(|i| listen(at, i, stop.clone(), heard.clone())).collect();
+    // The streams' own graphs are there by then.
+    while heard.load(Ordering::Relaxed) < 20 {
+        assert!(!listeners.iter().any(JoinHandle::is_finished), "a stream failed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let kinds = kinds();
     let mut after_ten = 0;
     for i in 0..100 {
@@ -201,6 +213,7 @@ fn a_hundred_bad_jobs_in_a_row_are_refused_by_name_and_nothing_else_notices() {
         }
     }
     let grown = resident().saturating_sub(after_ten);
+    println!("{grown} bytes more");
     stop.store(true, Ordering::Relaxed);
     for listener in listeners {
         let (answers, longest) = listener.join().expect("a stream failed");
