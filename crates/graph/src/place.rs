@@ -132,9 +132,11 @@ pub fn place(
     devices: &[&dyn Device],
     policy: Policy,
 ) -> Result<Placed> {
-    let Some(first) = devices.first() else {
+    let strict = policy == Policy::Strict && devices.len() > 1;
+    let devices = if strict { devices.get(..1).unwrap_or(&[]) } else { devices };
+    if devices.is_empty() {
         return Err(Invalid::new("there is no device to place a graph on").into());
-    };
+    }
     let leaf: Vec<bool> = graph.ids().map(|id| is_leaf(graph, id)).collect();
     let live = live(graph, outputs, &leaf)?;
     let mut placement = Placement {
@@ -151,23 +153,21 @@ pub fn place(
     placement.steps.extend(copies);
     placement.steps.sort();
     placement.steps.dedup();
-    if policy == Policy::Strict || devices.len() == 1 {
-        // The planner's own refusal is the answer.
-        return match plan(graph, outputs, *first) {
-            Ok(plan) => Ok(whole(graph, plan)),
-            Err(Error::Refusal(mut refusal)) if devices.len() > 1 => {
-                refusal.reason.push_str(", and `strict` forbids running it on another");
-                Err(Error::Refusal(refusal))
-            }
-            Err(e) => Err(e),
-        };
+    if devices.len() > 1 {
+        placement.probe()?;
     }
-    placement.probe()?;
     loop {
-        match placement.cut() {
+        let moved = match placement.cut() {
             Ok(placed) => return Ok(placed),
-            Err((node, device, error)) => placement.move_on(node, device, error)?,
-        }
+            Err((node, device, error)) => placement.move_on(node, device, error),
+        };
+        moved.map_err(|error| match error {
+            Error::Refusal(mut refusal) if strict => {
+                refusal.reason.push_str(", and `strict` forbids running it on another");
+                Error::Refusal(refusal)
+            }
+            error => error,
+        })?;
     }
 }
 
@@ -181,30 +181,6 @@ fn base(graph: &Graph, mut id: NodeId) -> NodeId {
         id = source;
     }
     id
-}
-
-/// A plan on one device, as a placement.
-fn whole(graph: &Graph, plan: Plan) -> Placed {
-    let leaf = |slot: &LeafSlot| PlacedLeaf {
-        device: 0,
-        resident: graph.node(slot.node).resident,
-        slot: slot.clone(),
-    };
-    Placed {
-        leaves: plan.leaves.iter().map(leaf).collect(),
-        fallbacks: Vec::new(),
-        outputs: (0..plan.outputs.len())
-            .map(|output| At { part: 0, output, staged: None })
-            .collect(),
-        staged: Vec::new(),
-        devices: 1,
-        parts: vec![Part {
-            device: 0,
-            sources: (0..plan.leaves.len()).map(Source::Leaf).collect(),
-            stage: Vec::new(),
-            plan,
-        }],
-    }
 }
 
 struct Placement<'g> {
