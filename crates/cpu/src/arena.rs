@@ -16,11 +16,18 @@ const PAGE: usize = 4096;
 /// Allocations below this are not held against what the system says it has.
 const CHECKED: usize = 64 << 20;
 
-/// Bytes that the system can give without taking them from somebody, where it says so. Touching
-/// more would not fail: it would end a process, perhaps this one.
-fn available() -> Option<usize> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    field(&text, "MemAvailable:")
+/// Bytes that the system can give without taking them from somebody, where it says so: what the
+/// machine has available, or what is left of the control group's limit where that is less.
+/// Touching more would not fail: it would end a process, perhaps this one.
+pub(crate) fn available() -> Option<usize> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let machine = read("/proc/meminfo").and_then(|text| field(&text, "MemAvailable:"));
+    let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
+    let group = || {
+        let limit = number("/sys/fs/cgroup/memory.max")?;
+        Some(limit.saturating_sub(number("/sys/fs/cgroup/memory.current")?))
+    };
+    machine.into_iter().chain(group()).min()
 }
 
 /// A field of `/proc/meminfo`, in bytes.

@@ -126,6 +126,10 @@ impl Device for Cpu {
         }
     }
 
+    fn available(&self) -> Option<usize> {
+        crate::arena::available()
+    }
+
     fn arena(&self, bytes: usize) -> Result<Box<dyn Arena>, Fault> {
         Ok(Box::new(CpuArena::new(bytes)?))
     }

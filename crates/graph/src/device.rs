@@ -164,6 +164,12 @@ pub trait Device: Send + Sync {
     /// `Fault` when the bytes do not fit the shape, the dtype has no packing, or memory is out.
     fn load(&self, tensor: &HostTensor<'_>) -> Result<Arc<dyn Resident>, Fault>;
 
+    /// Bytes that an arena can be given without taking them from somebody; `None` where nothing
+    /// says.
+    fn available(&self) -> Option<usize> {
+        None
+    }
+
     /// Takes and touches an arena of exactly this many bytes.
     ///
     /// # Errors

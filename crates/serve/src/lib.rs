@@ -15,7 +15,6 @@ mod engine_loop;
 mod error;
 pub mod http;
 mod job;
-mod memory;
 mod metrics;
 mod pacing;
 mod registry;

@@ -14,7 +14,7 @@ use crate::pacing::Pacer;
 use crate::registry::Shadow;
 use crate::server::{Server, lock};
 use crate::status::{EpochStatus, Failure, State};
-use crate::{Error, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus, memory};
+use crate::{Error, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus};
 
 type Shared = Trainer<Arc<Model>>;
 
@@ -282,7 +282,7 @@ impl Server {
         }
         let event = trainer.load(setup.examples.to_vec(), setup.held_out.to_vec())?;
         let needed = trainer.planned_bytes();
-        let allowed = [setup.budget, memory::available()].into_iter().flatten().min();
+        let allowed = [setup.budget, self.0.model.device().available()].into_iter().flatten().min();
         if let Some(allowed) = allowed.filter(|&allowed| needed > allowed) {
             let fits = self.what_fits(setup, fallback, allowed);
             let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;

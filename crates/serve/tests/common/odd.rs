@@ -47,6 +47,10 @@ impl Device for Odd {
         self.inner.load(tensor)
     }
 
+    fn available(&self) -> Option<usize> {
+        self.inner.available()
+    }
+
     fn arena(&self, bytes: usize) -> Result<Box<dyn Arena>, Fault> {
         self.inner.arena(bytes)
     }
