@@ -611,6 +611,25 @@ impl<'a> Net<'a> {
         Ok(self.graph.slice(x, last, start, len)?)
     }
 
+    /// The gated feed-forward half of layer `l`: `down(act(gate(x)) * up(x))`, as wide as `x`, of
+    /// inner width `inner`.
+    ///
+    /// # Errors
+    /// When a tensor is missing or of another shape.
+    pub fn feed_forward(
+        &mut self,
+        x: NodeId,
+        l: usize,
+        kind: GluKind,
+        inner: usize,
+    ) -> Result<NodeId> {
+        let width = self.graph.node(x).shape.cols();
+        let gate = self.linear(x, &format!("blk.{l}.ffn_gate"), inner)?;
+        let up = self.linear(x, &format!("blk.{l}.ffn_up"), inner)?;
+        let h = self.glu(kind, gate, up)?;
+        self.linear(h, &format!("blk.{l}.ffn_down"), width)
+    }
+
     /// `act(gate) * up`.
     ///
     /// # Errors

@@ -86,10 +86,7 @@ impl Architecture for Gemma3 {
             x = net.add(x, a)?;
 
             let h = net.rms_norm(x, &format!("blk.{l}.ffn_norm"), self.eps)?;
-            let gate = net.linear(h, &format!("blk.{l}.ffn_gate"), self.shape.ffn)?;
-            let up = net.linear(h, &format!("blk.{l}.ffn_up"), self.shape.ffn)?;
-            let h = net.glu(GluKind::Geglu, gate, up)?;
-            let h = net.linear(h, &format!("blk.{l}.ffn_down"), g.width)?;
+            let h = net.feed_forward(h, l, GluKind::Geglu, self.shape.ffn)?;
             let h = net.rms_norm(h, &format!("blk.{l}.post_ffw_norm"), self.eps)?;
             x = net.add(x, h)?;
         }

@@ -81,10 +81,7 @@ impl Llama {
         if let Some(experts) = &self.experts {
             return net.experts(h, &format!("blk.{layer}.ffn"), experts);
         }
-        let gate = net.linear(h, &format!("blk.{layer}.ffn_gate"), self.shape.ffn)?;
-        let up = net.linear(h, &format!("blk.{layer}.ffn_up"), self.shape.ffn)?;
-        let h = net.glu(GluKind::Swiglu, gate, up)?;
-        net.linear(h, &format!("blk.{layer}.ffn_down"), self.shape.geometry.width)
+        net.feed_forward(h, layer, GluKind::Swiglu, self.shape.ffn)
     }
 }
 

@@ -212,10 +212,7 @@ impl Qwen35 {
             let shared = net.shared_expert(h, &name, *shared, experts.activation)?;
             return net.add(routed, shared);
         }
-        let gate = net.linear(h, &format!("blk.{l}.ffn_gate"), self.shape.ffn)?;
-        let up = net.linear(h, &format!("blk.{l}.ffn_up"), self.shape.ffn)?;
-        let h = net.glu(GluKind::Swiglu, gate, up)?;
-        net.linear(h, &format!("blk.{l}.ffn_down"), self.shape.geometry.width)
+        net.feed_forward(h, l, GluKind::Swiglu, self.shape.ffn)
     }
 }
 
