@@ -81,6 +81,8 @@ codes! {
     NonFinite = "non_finite", Fault;
     /// An index operand points outside of its tensor.
     IndexOutOfRange = "index_out_of_range", Fault;
+    /// A file of a run could not be read or written.
+    FileFailed = "file_failed", Fault;
     /// The system refused memory.
     OutOfMemory = "out_of_memory", Fault;
     /// A leaf is not bound, or bound to something of another size.

@@ -46,33 +46,34 @@ fn scale(alpha: f32, rank: usize) -> f32 {
 
 impl Adapter {
     /// A fresh adapter: A uniform in `±1/sqrt(in)` from a seed, B zero, so that attaching it
-    /// changes nothing. Tensors are drawn in the order of `targets`.
+    /// changes nothing. Tensors are drawn in the order of `targets`, each with its rank.
     ///
     /// # Errors
-    /// When a target is not a projection of the model, or the rank is 0 or above 4096.
-    pub fn fresh(
+    /// When a target is not a projection of the model, or a rank is 0 or above 4096.
+    pub fn fresh<'t>(
         model: &Model,
-        targets: &[String],
-        rank: usize,
+        targets: impl IntoIterator<Item = (&'t str, usize)>,
         alpha: f32,
         seed: u64,
     ) -> Result<Adapter> {
-        if rank == 0 || rank > 4096 {
-            return Err(Error::new(format!("rank is {rank}, expected 1 to 4096")));
-        }
         if !alpha.is_finite() || alpha <= 0.0 {
             return Err(Error::new(format!("alpha is {alpha}, expected a positive number")));
         }
         let mut random = text::sampler::Rng::new(seed);
         let mut tensors = BTreeMap::new();
-        for target in targets {
+        for (target, rank) in targets {
+            if rank == 0 || rank > 4096 {
+                return Err(Error::new(format!(
+                    "the rank of `{target}` is {rank}, expected 1 to 4096"
+                )));
+            }
             let of = projection(model, target)?;
             let bound = 1.0 / (of.width as f32).sqrt();
             let mut a = zeros(target, &of.shape(rank, of.width))?;
             a.iter_mut().for_each(|a| *a = ((random.next_f64() * 2.0 - 1.0) as f32) * bound);
             let b = zeros(target, &of.shape(of.out, rank))?;
             let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
-            tensors.insert(target.clone(), pair);
+            tensors.insert(target.to_string(), pair);
         }
         Ok(Adapter { alpha, tensors })
     }

@@ -23,6 +23,7 @@ pub struct Model {
     /// The template, or why there is none.
     template: std::result::Result<text::ChatTemplate, String>,
     device: Arc<dyn Device>,
+    fingerprint: u64,
 }
 
 /// Worker threads to use where nothing else is said: what the machine offers, at most 64.
@@ -62,6 +63,7 @@ impl Model {
         let template = text::ChatTemplate::from_metadata(file.metadata(), &tokenizer)
             .map_err(|e| e.to_string());
         let weights = Weights::load(&file, &names, &plain, device.as_ref())?;
+        let fingerprint = crate::fingerprint::of(&file);
         Ok(Model {
             path,
             arch_name,
@@ -72,12 +74,19 @@ impl Model {
             tokenizer,
             template,
             device,
+            fingerprint,
         })
     }
 
     /// The file it was loaded from.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// A number that files with other tensors do not have: of all names, types and shapes, and of
+    /// some of the bytes of each.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     /// `general.architecture`.

@@ -30,6 +30,7 @@ fn config(model: &Model) -> TrainConfig {
         clip: 1.0,
         seed: 0,
         graph: GraphConfig { rows: WINDOW, cache: DType::F16, ..GraphConfig::default() },
+        ..TrainConfig::default()
     }
 }
 

@@ -66,6 +66,7 @@ impl From<train::Error> for Error {
     fn from(e: train::Error) -> Error {
         match e {
             train::Error::Data(message) => Error::new(Code::BadData, message),
+            train::Error::File(message) => Error::new(Code::FileFailed, message),
             train::Error::Setting(message) => Error::new(Code::InvalidInput, message),
             train::Error::Stopped(message) => Error::new(Code::NonFinite, message),
             train::Error::Model(e) => e.into(),

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use model::{Adapter, AdapterId};
-use train::AdamW;
+use train::Optimizer;
 
 use crate::engine_loop::{Command, ToLoop};
 
@@ -35,7 +35,7 @@ impl Drop for Generation {
 /// An adapter with the optimizer that moved it, to go on from.
 pub(crate) struct Shadow {
     pub(crate) adapter: Adapter,
-    pub(crate) optimizer: AdamW,
+    pub(crate) optimizer: Optimizer,
 }
 
 /// An alias.

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use graph::{Code, Recompute};
 use model::{Adapter, Model};
-use train::{AdamW, Event, Example, Outcome, Start, TrainConfig, Trainer};
+use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 
 use crate::engine_loop::{Command, Control, End, Progress, Run};
 use crate::pacing::Pacer;
@@ -207,13 +207,13 @@ impl Server {
     }
 
     /// What a shadow goes on from: itself, else what is served; and the generation served.
-    fn shadow_of(&self, alias: &str) -> (Option<(Adapter, AdamW)>, u64) {
+    fn shadow_of(&self, alias: &str) -> (Option<(Adapter, Optimizer)>, u64) {
         let registry = lock(&self.0.registry);
         let Some(entry) = registry.get(alias) else { return (None, 0) };
         let number = entry.served.as_ref().map_or(0, |g| g.number);
         let from = match (entry.shadow.as_ref().or(entry.promoted.as_ref()), &entry.served) {
             (Some(shadow), _) => Some((shadow.adapter.clone(), shadow.optimizer.clone())),
-            (None, Some(g)) => Some(((*g.adapter).clone(), AdamW::default())),
+            (None, Some(g)) => Some(((*g.adapter).clone(), Optimizer::default())),
             (None, None) => None,
         };
         (from, number)
@@ -346,7 +346,12 @@ impl Server {
         let mut epoch_rows = 0;
         while let Ok(news) = progress.recv() {
             match news {
-                Progress::Event(Event::Start { .. }) => {}
+                Progress::Event(
+                    Event::Start { .. }
+                    | Event::Evaluated { .. }
+                    | Event::EarlyStop { .. }
+                    | Event::Checkpoint(_),
+                ) => {}
                 Progress::Event(Event::Step { step, loss, rows, .. }) => {
                     let mut status = lock(&self.0.status);
                     (status.steps, status.loss) = (step, Some(loss));

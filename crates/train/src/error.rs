@@ -6,6 +6,9 @@ pub enum Error {
     /// A data file, naming file, row and reason.
     #[error("{0}")]
     Data(String),
+    /// A file of a run that cannot be read or written, naming it.
+    #[error("{0}")]
+    File(String),
     /// A setting, naming the field and what is expected.
     #[error("{0}")]
     Setting(String),
@@ -22,6 +25,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Data(_) | Error::Setting(_) => 1,
+            Error::File(_) => graph::Code::FileFailed.exit_code(),
             Error::Stopped(_) => graph::Code::NonFinite.exit_code(),
             Error::Model(e) => e.exit_code(),
         }

@@ -4,20 +4,27 @@
 //! Must not know: HTTP, how an op is computed, or what a model's layers look like.
 //!
 //! The life of a step: [`pack`] puts conversations into windows, [`Gradients::of`] runs the
-//! model's own graph and its derivative over each window, [`AdamW`] moves the parameters.
+//! model's own graph and its derivative over each window, [`Optimizer`] moves the parameters.
 #![deny(clippy::indexing_slicing)]
 
+mod checkpoint;
+mod config;
 mod data;
 mod error;
 mod gradients;
+mod moved;
 mod optimizer;
 mod step;
+mod targets;
 mod trainer;
 mod weights;
 
+pub use checkpoint::{Checkpoints, Snapshot};
+pub use config::TrainConfig;
 pub use data::{Example, Window, pack, read_jsonl};
 pub use error::{Error, Result};
 pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
-pub use optimizer::{AdamW, Schedule};
-pub use trainer::{Advance, Event, Outcome, Start, TrainConfig, Trainer, select_targets};
+pub use optimizer::{Method, Optimizer, Schedule};
+pub use targets::select_targets;
+pub use trainer::{Advance, Event, Outcome, Start, Trainer};
 pub use weights::{select_weights, write_weights};

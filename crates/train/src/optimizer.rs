@@ -1,16 +1,21 @@
-//! AdamW and learning-rate schedules.
+//! Optimizers and learning-rate schedules.
 
 use std::collections::BTreeMap;
 
 use crate::{Error, Result};
 
-/// How the learning rate changes over a run.
+/// How the learning rate changes over a run, after a linear warm-up.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Schedule {
-    /// The same throughout, after the warm-up.
+    /// The same throughout.
     Constant,
+    /// A line from the peak to 0.
+    Linear,
     /// Half a cosine from the peak to 0.
     Cosine,
+    /// Warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395): the peak, and over the last
+    /// fifth of the steps a line to 0.
+    Wsd,
 }
 
 impl Schedule {
@@ -20,46 +25,96 @@ impl Schedule {
         if step < warmup {
             return (step + 1) as f32 / warmup as f32;
         }
+        let falling = match self {
+            Schedule::Wsd => (steps / 5).clamp(1, steps.saturating_sub(warmup).max(1)),
+            _ => steps.saturating_sub(warmup).max(1),
+        };
+        let before = steps.saturating_sub(falling).max(warmup);
+        let done = (step.saturating_sub(before) as f64 / falling as f64).min(1.0);
         match self {
             Schedule::Constant => 1.0,
-            Schedule::Cosine => {
-                let rest = steps.saturating_sub(warmup).max(1) as f64;
-                let done = (step - warmup) as f64 / rest;
-                (0.5 * (1.0 + (std::f64::consts::PI * done.min(1.0)).cos())) as f32
-            }
+            Schedule::Linear | Schedule::Wsd => (1.0 - done) as f32,
+            Schedule::Cosine => (0.5 * (1.0 + (std::f64::consts::PI * done).cos())) as f32,
         }
     }
 }
 
-/// AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101): with `g` the gradient,
-/// `p *= 1 - lr wd; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
-/// p -= lr (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)`. State is kept by parameter name.
-#[derive(Clone, PartialEq, Debug)]
-pub struct AdamW {
-    /// Decay of the first moment.
-    pub beta1: f32,
-    /// Decay of the second moment.
-    pub beta2: f32,
-    /// Added to the root of the second moment.
-    pub eps: f32,
+/// What a gradient does to its parameter. `p` is the parameter, `g` its gradient, `lr` the
+/// learning rate; both first shrink `p` by `1 - lr weight_decay`.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub enum Method {
+    /// AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101):
+    /// `m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
+    /// p -= lr (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)`.
+    AdamW {
+        /// Decay of the first moment, 0 to below 1.
+        beta1: f32,
+        /// Decay of the second moment, 0 to below 1.
+        beta2: f32,
+        /// Added to the root of the second moment, above 0.
+        eps: f32,
+    },
+    /// Stochastic gradient descent (Polyak 1964): `m = momentum m + g; p -= lr m`; without
+    /// momentum nothing is kept.
+    Sgd {
+        /// Decay of what earlier gradients left, 0 to below 1.
+        momentum: f32,
+    },
+}
+
+impl Default for Method {
+    /// AdamW as everybody sets it.
+    fn default() -> Method {
+        Method::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 }
+    }
+}
+
+impl Method {
+    /// Numbers it keeps for each that moves.
+    pub fn moments(self) -> usize {
+        match self {
+            Method::AdamW { .. } => 2,
+            Method::Sgd { momentum } => usize::from(momentum != 0.0),
+        }
+    }
+
+    /// # Errors
+    /// Names the setting out of its range.
+    pub(crate) fn check(self) -> Result<()> {
+        let (settings, eps) = match self {
+            Method::AdamW { beta1, beta2, eps } => ([("beta1", beta1), ("beta2", beta2)], eps),
+            Method::Sgd { momentum } => ([("momentum", momentum); 2], 1.0),
+        };
+        for (field, value) in settings {
+            if !(0.0..1.0).contains(&value) {
+                let message = format!("`{field}` is {value}; expected a number from 0 to below 1");
+                return Err(Error::Setting(message));
+            }
+        }
+        match eps > 0.0 && eps.is_finite() {
+            true => Ok(()),
+            false => Err(Error::Setting(format!("`eps` is {eps}; expected a number above 0"))),
+        }
+    }
+}
+
+/// A method, the steps it has taken, and what it keeps of them, by parameter name.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Optimizer {
+    /// What a gradient does.
+    pub method: Method,
     /// Decoupled weight decay.
     pub weight_decay: f32,
     /// Steps taken.
     pub steps: u64,
-    moments: BTreeMap<String, (Vec<f32>, Vec<f32>)>,
+    /// By parameter: as many lists as [`Method::moments`] says.
+    pub(crate) moments: BTreeMap<String, Vec<Vec<f32>>>,
 }
 
-impl Default for AdamW {
-    fn default() -> AdamW {
-        let moments = BTreeMap::new();
-        AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, steps: 0, moments }
-    }
-}
-
-impl AdamW {
-    /// Before the first step, with a weight decay.
-    pub fn new(weight_decay: f32) -> AdamW {
-        AdamW { weight_decay, ..AdamW::default() }
+impl Optimizer {
+    /// Before the first step.
+    pub fn new(method: Method, weight_decay: f32) -> Optimizer {
+        Optimizer { method, weight_decay, ..Optimizer::default() }
     }
 
     /// Moves every parameter by its gradient.
@@ -78,12 +133,17 @@ impl AdamW {
         Ok(())
     }
 
+    /// The length of the moments kept for a parameter, if it has moved before.
+    fn kept(&self, name: &str) -> Option<usize> {
+        self.moments.get(name).and_then(|m| m.first()).map(Vec::len)
+    }
+
     /// Refuses a gradient or kept moments of another length than their parameter.
     ///
     /// # Errors
     /// Names the parameter and the three lengths.
     pub fn check(&self, name: &str, parameter: usize, gradient: usize) -> Result<()> {
-        let kept = self.moments.get(name).map_or(parameter, |(m, _)| m.len());
+        let kept = self.kept(name).unwrap_or(parameter);
         match parameter == gradient && kept == parameter {
             true => Ok(()),
             false => Err(Error::Stopped(format!(
@@ -93,44 +153,72 @@ impl AdamW {
         }
     }
 
-    /// Refuses moments kept under the names of parameters of another length: those of another
-    /// adapter, or of another rank.
+    /// Refuses moments kept under the names of parameters of another length (those of another
+    /// adapter, or of another rank), and those of another method.
     ///
     /// # Errors
     /// Names the first such parameter and both lengths.
     pub fn resume<'a>(&self, parameters: impl Iterator<Item = (&'a str, usize)>) -> Result<()> {
+        let wanted = self.method.moments();
         for (name, len) in parameters {
-            let Some((m, v)) = self.moments.get(name) else { continue };
-            if m.len() != len || v.len() != len {
+            let Some(moments) = self.moments.get(name) else { continue };
+            let lengths: Vec<String> = moments.iter().map(|m| m.len().to_string()).collect();
+            if moments.len() != wanted {
                 return Err(Error::Setting(format!(
-                    "the optimizer's moments of `{name}` have {} and {} numbers, the parameter has \
+                    "the optimizer keeps {} moments of `{name}`, its method has {wanted}",
+                    moments.len()
+                )));
+            }
+            if moments.iter().any(|m| m.len() != len) {
+                return Err(Error::Setting(format!(
+                    "the optimizer's moments of `{name}` have {} numbers, the parameter has \
                      {len}: they are of another adapter",
-                    m.len(),
-                    v.len()
+                    lengths.join(" and ")
                 )));
             }
         }
         Ok(())
     }
 
-    /// Moves one parameter by its gradient, as part of step [`AdamW::steps`], which the caller has
-    /// counted.
+    /// Moves one parameter by its gradient, as part of step [`Optimizer::steps`], which the caller
+    /// has counted.
     ///
     /// # Errors
-    /// As [`AdamW::check`]; it has not moved then.
+    /// As [`Optimizer::check`]; it has not moved then.
     pub fn update(&mut self, lr: f32, name: &str, p: &mut [f32], g: &[f32]) -> Result<()> {
         self.check(name, p.len(), g.len())?;
         let t = self.steps.clamp(1, i32::MAX as u64) as i32;
-        let c1 = 1.0 / (1.0 - f64::from(self.beta1).powi(t)) as f32;
-        let c2 = 1.0 / (1.0 - f64::from(self.beta2).powi(t)) as f32;
-        let (b1, b2, eps) = (self.beta1, self.beta2, self.eps);
         let shrink = 1.0 - lr * self.weight_decay;
-        let zeros = || (vec![0.0; g.len()], vec![0.0; g.len()]);
-        let (m, v) = self.moments.entry(name.to_string()).or_insert_with(zeros);
-        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-            *m = b1 * *m + (1.0 - b1) * g;
-            *v = b2 * *v + (1.0 - b2) * g * g;
-            *p = *p * shrink - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
+        let fresh = || vec![vec![0.0; g.len()]; self.method.moments()];
+        let moments = self.moments.entry(name.to_string()).or_insert_with(fresh);
+        match (self.method, moments.as_mut_slice()) {
+            (Method::AdamW { beta1: b1, beta2: b2, eps }, [m, v]) => {
+                let c1 = 1.0 / (1.0 - f64::from(b1).powi(t)) as f32;
+                let c2 = 1.0 / (1.0 - f64::from(b2).powi(t)) as f32;
+                for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                    *m = b1 * *m + (1.0 - b1) * g;
+                    *v = b2 * *v + (1.0 - b2) * g * g;
+                    *p = *p * shrink - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
+                }
+            }
+            (Method::Sgd { momentum }, [m]) => {
+                for ((p, &g), m) in p.iter_mut().zip(g).zip(m) {
+                    *m = momentum * *m + g;
+                    *p = *p * shrink - lr * *m;
+                }
+            }
+            (Method::Sgd { .. }, []) => {
+                for (p, &g) in p.iter_mut().zip(g) {
+                    *p = *p * shrink - lr * g;
+                }
+            }
+            (method, kept) => {
+                return Err(Error::Stopped(format!(
+                    "the optimizer keeps {} moments of `{name}`, {method:?} has {}",
+                    kept.len(),
+                    method.moments()
+                )));
+            }
         }
         Ok(())
     }
@@ -141,8 +229,8 @@ mod tests {
     use super::*;
 
     /// After a step on parameters `a` and `b` of these lengths.
-    fn stepped(a: usize, b: usize) -> AdamW {
-        let mut optimizer = AdamW::new(0.1);
+    fn stepped(a: usize, b: usize) -> Optimizer {
+        let mut optimizer = Optimizer::new(Method::default(), 0.1);
         let (mut a, mut b) = (vec![1.0; a], vec![1.0; b]);
         let (da, db) = (vec![0.5; a.len()], vec![0.5; b.len()]);
         let parameters = &mut [("a".to_string(), &mut a[..], &da[..]), ("b".into(), &mut b, &db)];
@@ -155,7 +243,7 @@ mod tests {
     #[test]
     fn bug_03_moments_are_their_parameters_own() {
         let alone = |gradients: &[f32]| -> f32 {
-            let (mut optimizer, mut p) = (AdamW::new(0.0), [1.0]);
+            let (mut optimizer, mut p) = (Optimizer::new(Method::default(), 0.0), [1.0]);
             for (i, &g) in gradients.iter().enumerate() {
                 // The bias correction counts steps, also those of others.
                 optimizer.steps = [0, 1, 2][i];
@@ -163,7 +251,7 @@ mod tests {
             }
             p[0]
         };
-        let (mut optimizer, mut a, mut b) = (AdamW::new(0.0), [1.0], [1.0]);
+        let (mut optimizer, mut a, mut b) = (Optimizer::new(Method::default(), 0.0), [1.0], [1.0]);
         for (i, (ga, gb)) in [(0.5, -2.0), (-0.25, 3.0), (0.125, 1.0)].into_iter().enumerate() {
             // Another order every time.
             let (first, second) =
@@ -207,6 +295,63 @@ mod tests {
                 format!("parameter `b` has {b} numbers, its gradient {db}, its moments {kept}",)
             );
             assert!(optimizer == before && pa == [1.0; 3] && pb == vec![2.0; b]);
+        }
+    }
+
+    /// Against torch 2.9's `SGD(momentum=0.9)` and plain SGD: three steps written out.
+    #[test]
+    fn sgd_moves_by_what_earlier_gradients_left() {
+        let run = |momentum: f32| {
+            let mut optimizer = Optimizer::new(Method::Sgd { momentum }, 0.0);
+            let mut p = [1.0f32];
+            for g in [0.5f32, -0.25, 1.0] {
+                optimizer.step(0.1, &mut [("p".into(), &mut p, &[g])]).unwrap();
+            }
+            (p[0], optimizer.moments["p"].len())
+        };
+        let (plain, kept) = run(0.0);
+        assert!((plain - (1.0 - 0.1 * 1.25)).abs() < 1e-7 && kept == 0);
+        // m: 0.5, 0.2, 1.18.
+        let (with, kept) = run(0.9);
+        assert!((with - (1.0 - 0.1 * (0.5 + 0.2 + 1.18))).abs() < 1e-6 && kept == 1);
+    }
+
+    #[test]
+    fn moments_of_another_method_are_refused() {
+        let mut optimizer = stepped(3, 4);
+        optimizer.method = Method::Sgd { momentum: 0.9 };
+        let e = optimizer.resume([("a", 3)].into_iter()).unwrap_err().to_string();
+        assert_eq!(e, "the optimizer keeps 2 moments of `a`, its method has 1");
+        assert!(optimizer.update(0.1, "a", &mut [0.0; 3], &[0.0; 3]).is_err());
+        for (method, field) in [
+            (Method::Sgd { momentum: 1.0 }, "momentum"),
+            (Method::AdamW { beta1: -0.1, beta2: 0.9, eps: 1e-8 }, "beta1"),
+            (Method::AdamW { beta1: 0.1, beta2: f32::NAN, eps: 1e-8 }, "beta2"),
+            (Method::AdamW { beta1: 0.1, beta2: 0.9, eps: 0.0 }, "eps"),
+        ] {
+            assert!(method.check().unwrap_err().to_string().starts_with(&format!("`{field}`")));
+        }
+    }
+
+    #[test]
+    fn schedules_rise_and_fall_as_they_say() {
+        let all = |s: Schedule, n: u64, w: u64| -> Vec<f32> {
+            (0..n).map(|i| s.factor(i, n, w)).collect()
+        };
+        assert_eq!(all(Schedule::Constant, 4, 2), [0.5, 1.0, 1.0, 1.0]);
+        assert_eq!(all(Schedule::Linear, 6, 2), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]);
+        assert_eq!(all(Schedule::Wsd, 10, 1)[..8], [1.0; 8]);
+        assert_eq!(all(Schedule::Wsd, 10, 1)[8..], [1.0, 0.5]);
+        let cosine = all(Schedule::Cosine, 4, 0);
+        assert!(cosine[0] == 1.0 && (cosine[2] - 0.5).abs() < 1e-6, "{cosine:?}");
+        for schedule in [Schedule::Constant, Schedule::Linear, Schedule::Cosine, Schedule::Wsd] {
+            for (steps, warmup) in [(1, 0), (1, 5), (2, 2), (7, 3), (0, 0)] {
+                for step in 0..steps + 2 {
+                    let factor = schedule.factor(step, steps, warmup);
+                    assert!((0.0..=1.0).contains(&factor), "{schedule:?} {step}/{steps}/{warmup}");
+                    assert!(step >= steps || factor > 0.0, "{schedule:?} {step}/{steps}/{warmup}");
+                }
+            }
         }
     }
 }

@@ -5,7 +5,8 @@ use model::Model;
 use std::ops::Deref;
 
 use crate::gradients::Pass;
-use crate::{AdamW, Error, Example, Gradients, Parameters, Result, Window};
+use crate::moved::Moved;
+use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, Window};
 
 /// What a step does next.
 enum Stage {
@@ -96,7 +97,8 @@ impl Step {
         &mut self,
         gradients: &mut Gradients<M>,
         parameters: &mut Parameters,
-        optimizer: &mut AdamW,
+        optimizer: &mut Optimizer,
+        moved: &mut Moved,
         stop: &dyn Stop,
     ) -> Result<Option<Stepped>> {
         loop {
@@ -159,7 +161,9 @@ impl Step {
                         sum.iter_mut().for_each(|g| *g *= factor);
                     }
                     if let Some(values) = parameters.value_mut(name) {
+                        let before = moved.watch(name, values);
                         optimizer.update(self.lr, name, values, sum)?;
+                        moved.note(name, &before, values);
                     }
                     self.stage = Stage::Move { at: at + 1, norm, factor };
                 }
@@ -171,7 +175,7 @@ impl Step {
     }
 
     /// What the gradient is multiplied by; checks all that could fail before anything moves.
-    fn scale(&self, norm: f64, parameters: &mut Parameters, optimizer: &AdamW) -> Result<f32> {
+    fn scale(&self, norm: f64, parameters: &mut Parameters, optimizer: &Optimizer) -> Result<f32> {
         let step = optimizer.steps + 1;
         if !norm.is_finite() {
             return Err(Error::Stopped(format!("step {step}: the gradient's norm is {norm}")));
@@ -206,7 +210,7 @@ mod tests {
         let factor = |clip: f32, norm: f64| {
             let mut parameters = Parameters::default();
             let step = Step::new(Vec::new(), 0.1, clip, &parameters);
-            step.scale(norm, &mut parameters, &AdamW::default()).unwrap()
+            step.scale(norm, &mut parameters, &Optimizer::default()).unwrap()
         };
         // Only factors below 1 are applied.
         for norm in [0.0, 1e-3, 7.0, 9.9e5] {

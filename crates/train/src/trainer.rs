@@ -1,72 +1,17 @@
 //! The loop: windows in, an adapter out.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::Arc;
 
 use graph::{Device, Stop};
-use model::{Adapter, Model, Projection};
+use model::{Adapter, Model};
 
+use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
 use crate::gradients::Pass;
+use crate::moved::Moved;
 use crate::step::{Step, Stepped, total_weight};
-use crate::{
-    AdamW, Error, Example, Gradients, GraphConfig, Parameters, Result, Schedule, Window, pack,
-};
-
-/// The settings of a run.
-#[derive(Clone, PartialEq, Debug)]
-pub struct TrainConfig {
-    /// Base tensors to adapt; without any there is no adapter.
-    pub targets: Vec<String>,
-    /// Float tensors of the model that are trained themselves.
-    pub weights: Vec<String>,
-    /// Rank of every pair, 1 to 4096.
-    pub rank: usize,
-    /// The adapter's effect is multiplied by `alpha / rank`.
-    pub alpha: f32,
-    /// Peak learning rate, above 0 and up to 1.
-    pub lr: f32,
-    /// How it changes.
-    pub schedule: Schedule,
-    /// Steps of linear warm-up.
-    pub warmup: u64,
-    /// Decoupled weight decay, 0 to 1.
-    pub weight_decay: f32,
-    /// Passes over the data, 1 to 10,000.
-    pub epochs: u64,
-    /// Windows per optimizer step, 1 to 1,024.
-    pub accumulate: usize,
-    /// Gradients are scaled down to this global norm; 0 leaves them.
-    pub clip: f32,
-    /// Seeds the matrices and the order of the data.
-    pub seed: u64,
-    /// The graph.
-    pub graph: GraphConfig,
-}
-
-impl TrainConfig {
-    fn check(&self) -> Result<()> {
-        let wrong = |field: &str, found: String, wanted: &str| {
-            Err(Error::Setting(format!("`{field}` is {found}; expected {wanted}")))
-        };
-        if !(self.lr > 0.0 && self.lr <= 1.0) {
-            return wrong("lr", self.lr.to_string(), "a number above 0 and up to 1");
-        }
-        if !(0.0..=1.0).contains(&self.weight_decay) {
-            return wrong("weight_decay", self.weight_decay.to_string(), "a number from 0 to 1");
-        }
-        if !(self.clip >= 0.0 && self.clip.is_finite()) {
-            return wrong("clip", self.clip.to_string(), "0 or a positive number");
-        }
-        if self.epochs == 0 || self.epochs > 10_000 {
-            return wrong("epochs", self.epochs.to_string(), "1 to 10,000");
-        }
-        if self.accumulate == 0 || self.accumulate > 1024 {
-            return wrong("accumulate", self.accumulate.to_string(), "1 to 1,024");
-        }
-        Ok(())
-    }
-}
+use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, TrainConfig, Window, pack};
 
 /// What a run reports as it goes.
 #[derive(Clone, PartialEq, Debug)]
@@ -86,6 +31,8 @@ pub enum Event {
     Step {
         /// From 1.
         step: u64,
+        /// The pass over the data it is of, from 1.
+        epoch: u64,
         /// Mean loss per weight of the step's tokens, before it moved, in nats.
         loss: f64,
         /// Global norm of the gradient before clipping.
@@ -103,6 +50,22 @@ pub enum Event {
         loss: f64,
         /// The same of the examples held out, after it; `None` where there are none.
         held_out: Option<f64>,
+    },
+    /// Between two steps of a pass over the data, see [`TrainConfig::eval_every`].
+    Evaluated {
+        /// The step before.
+        step: u64,
+        /// Mean loss per weight of the examples held out, in nats.
+        held_out: f64,
+    },
+    /// Every so many steps, see [`Trainer::checkpoint_every`]: what the run is at, to be written.
+    Checkpoint(Box<Snapshot>),
+    /// The evaluations got no better, see [`TrainConfig::patience`]: the run ends here.
+    EarlyStop {
+        /// The step whose evaluation was the best.
+        best: u64,
+        /// Its loss.
+        held_out: f64,
     },
 }
 
@@ -125,13 +88,17 @@ pub struct Outcome {
     /// The model's own tensors that were trained, by name.
     pub weights: BTreeMap<String, Vec<f32>>,
     /// The optimizer with its moments, for a run that goes on from here.
-    pub optimizer: AdamW,
+    pub optimizer: Optimizer,
     /// Optimizer steps taken.
     pub steps: u64,
     /// Loss of the last step, in nats.
     pub last_loss: f64,
-    /// Tensor pairs whose B moved away from zero, of all.
+    /// Targets (pairs by their B, and own tensors) that have moved, of all.
     pub moved: (usize, usize),
+    /// Experts of targets that have moved of which none was chosen by any row: `TARGET[EXPERT]`.
+    pub unrouted: Vec<String>,
+    /// The step the result is of, and its evaluation, where the best one is kept.
+    pub best: Option<(u64, f64)>,
 }
 
 /// What a run starts from.
@@ -139,7 +106,7 @@ pub struct Outcome {
 pub struct Start {
     /// An adapter to go on with, and the optimizer that moved it so far; else a fresh one is
     /// drawn from the settings.
-    pub from: Option<(Adapter, AdamW)>,
+    pub from: Option<(Adapter, Optimizer)>,
     /// A device for what the model's own has no kernel for.
     pub fallback: Option<Arc<dyn Device>>,
 }
@@ -148,13 +115,29 @@ pub struct Start {
 enum Work {
     Next,
     Step(Box<Step>),
-    /// The loss of the examples held out, after an epoch: the next window, and the sum so far.
+    /// The loss of the examples held out: the next window, and the sum so far.
     HeldOut {
+        /// After a pass over the data, or between two steps of one.
+        whole_epoch: bool,
         window: usize,
         pass: Option<Pass>,
         loss: f64,
     },
+    /// A snapshot, and the parameter it comes to next.
+    Snapshot(Box<Snapshot>, usize),
+    EarlyStop,
     Done,
+}
+
+/// The best evaluation so far.
+#[derive(Clone, Debug)]
+pub(crate) struct Best {
+    pub(crate) step: u64,
+    pub(crate) loss: f64,
+    /// Evaluations since.
+    pub(crate) since: u64,
+    /// The parameters then, in the order of [`Parameters::names`].
+    pub(crate) values: Vec<Vec<f32>>,
 }
 
 /// A training run over a model, which is borrowed or shared (`M`).
@@ -165,10 +148,15 @@ enum Work {
 pub struct Trainer<M> {
     gradients: Gradients<M>,
     parameters: Parameters,
-    optimizer: AdamW,
+    /// Of the parameters, in order.
+    names: Vec<String>,
+    optimizer: Optimizer,
+    moved: Moved,
     config: TrainConfig,
     examples: Vec<Example>,
     held_out: Vec<Window>,
+    /// Of all examples, those held out included.
+    data: u64,
     /// Per epoch, per window, indices of examples.
     epochs: Vec<Vec<Vec<usize>>>,
     steps: u64,
@@ -178,8 +166,10 @@ pub struct Trainer<M> {
     /// Of the epoch so far: loss times weight, weight.
     epoch_loss: (f64, f64),
     last_loss: f64,
+    best: Option<Best>,
     work: Work,
     measure_first: bool,
+    checkpoint_every: u64,
 }
 
 impl<M: Deref<Target = Model>> Trainer<M> {
@@ -198,19 +188,21 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Trainer::new`].
     pub fn start(model: M, config: TrainConfig, start: Start) -> Result<Trainer<M>> {
         config.check()?;
-        let TrainConfig { targets, rank, alpha, seed, .. } = &config;
+        let TrainConfig { targets, seed, method, weight_decay, .. } = &config;
+        let fresh = Optimizer::new(*method, *weight_decay);
         let (adapter, optimizer) = match start.from {
             Some((adapter, optimizer)) => (Some(adapter), optimizer),
             None if targets.is_empty() && config.weights.is_empty() => {
                 let why = "`targets` is empty; expected at least one projection or weight";
                 return Err(Error::Setting(why.into()));
             }
-            None if targets.is_empty() => (None, AdamW::new(config.weight_decay)),
+            None if targets.is_empty() => (None, fresh),
             None => {
-                let adapter = Adapter::fresh(&model, targets, *rank, *alpha, *seed)?;
-                (Some(adapter), AdamW::new(config.weight_decay))
+                let alpha = config.effective_alpha();
+                (Some(Adapter::fresh(&model, config.ranks(), alpha, *seed)?), fresh)
             }
         };
+        let moved = Moved::new(&model, adapter.as_ref(), &config.weights);
         // Planned before a tensor is read, so that what is refused costs nothing.
         let empty = config.weights.iter().map(|name| (name.clone(), Vec::new()));
         let mut parameters = Parameters { adapter, weights: empty.collect() };
@@ -231,19 +223,24 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         Ok(Trainer {
             gradients,
+            names: parameters.names(),
             parameters,
             first_step: optimizer.steps,
             optimizer,
+            moved,
             config,
             examples: Vec::new(),
             held_out: Vec::new(),
+            data: 0,
             epochs: Vec::new(),
             steps: 0,
             next: (0, 0),
             epoch_loss: (0.0, 0.0),
             last_loss: f64::NAN,
+            best: None,
             work: Work::Done,
             measure_first: false,
+            checkpoint_every: 0,
         })
     }
 
@@ -271,6 +268,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// An example that does not fit a window; the refusal.
     pub fn load(&mut self, examples: Vec<Example>, held_out: Vec<Example>) -> Result<Event> {
+        if examples.is_empty() {
+            return Err(Error::Data("there are no examples to learn from".into()));
+        }
         let vocab = self.gradients.vocab();
         for (i, example) in examples.iter().chain(&held_out).enumerate() {
             if let Some(bad) = example.tokens.iter().find(|&&t| t as usize >= vocab) {
@@ -308,10 +308,15 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             arena_bytes = arena_bytes.max(graph.arena_bytes());
             scratch_bytes = scratch_bytes.max(graph.scratch_bytes());
         }
+        if self.config.patience.is_some() && held_out.is_empty() {
+            let why = "`patience` is set, but nothing is held out to evaluate";
+            return Err(Error::Setting(why.into()));
+        }
+        self.data = digest(examples.iter().chain(&held_out));
         self.examples = examples;
         self.next = (0, 0);
         self.work = match self.measure_first {
-            true => Work::HeldOut { window: 0, pass: None, loss: 0.0 },
+            true => Work::HeldOut { whole_epoch: true, window: 0, pass: None, loss: 0.0 },
             false => Work::Next,
         };
         let parameters = self.parameters.count();
@@ -323,10 +328,104 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.measure_first = true;
     }
 
-    /// Bytes that a run takes beside the model: arenas, what crosses between devices, and five
-    /// numbers for each that moves (itself, its gradient twice, two moments).
+    /// Reports an [`Event::Checkpoint`] after every so many steps; 0 never does.
+    pub fn checkpoint_every(&mut self, steps: u64) {
+        self.checkpoint_every = steps;
+    }
+
+    /// Bytes that a run takes beside the model: arenas, what crosses between devices, and for each
+    /// number that moves itself, its gradient twice, its moments, the best so far where that is
+    /// kept, and all but the gradients once more where checkpoints are taken.
     pub fn planned_bytes(&self) -> usize {
-        self.gradients.planned_bytes() + self.parameters.count() * 5 * 4
+        self.gradients.planned_bytes() + self.parameter_bytes()
+    }
+
+    /// The part of [`Trainer::planned_bytes`] that depends on how many numbers move.
+    pub fn parameter_bytes(&self) -> usize {
+        let kept = 1 + self.config.method.moments() + usize::from(self.config.keeps_best());
+        let copied = if self.checkpoint_every > 0 { kept } else { 0 };
+        self.parameters.count() * 4 * (kept + 2 + copied)
+    }
+
+    fn identity(&self) -> Identity {
+        let model = self.gradients.model();
+        Identity {
+            settings: self.config.settings(),
+            data: self.data,
+            model: model.fingerprint(),
+            family: model.device().family().to_string(),
+        }
+    }
+
+    fn cursor(&self) -> Cursor {
+        Cursor {
+            steps: self.optimizer.steps,
+            first_step: self.first_step,
+            next: self.next,
+            epoch_loss: self.epoch_loss,
+            last_loss: self.last_loss,
+            best: self.best.as_ref().map(|b| (b.step, b.loss, b.since)),
+            moved: self.moved.clone(),
+        }
+    }
+
+    /// What the run is at after the last whole step.
+    pub fn snapshot(&mut self) -> Snapshot {
+        let mut snapshot = Snapshot::new(self.identity(), self.cursor());
+        let mut at = 0;
+        while self.copy_parameter(&mut snapshot, at) {
+            at += 1;
+        }
+        snapshot
+    }
+
+    /// Adds a parameter to a snapshot; false when there is none of this index.
+    fn copy_parameter(&mut self, snapshot: &mut Snapshot, at: usize) -> bool {
+        let Some(name) = self.names.get(at) else { return false };
+        let moments = self.optimizer.moments.get(name).map_or(&[][..], |m| m.as_slice());
+        let best = self.best.as_ref().and_then(|b| b.values.get(at));
+        if let Some(values) = self.parameters.value_mut(name) {
+            snapshot.add(name, values, moments, best.map(Vec::as_slice));
+        }
+        true
+    }
+
+    /// Goes on from a snapshot of the same run, after [`Trainer::load`]. `any_family` also takes
+    /// one that was made with other kernels, after which bits are no longer the same.
+    ///
+    /// # Errors
+    /// When it is of another model, other settings or other data, by name.
+    pub fn restore(&mut self, snapshot: Snapshot, any_family: bool) -> Result<()> {
+        let (cursor, mut tensors) = snapshot.of(&self.identity(), any_family)?;
+        let moments = self.config.method.moments();
+        let mut best_values = Vec::new();
+        for name in &self.names {
+            let values = self.parameters.value_mut(name).unwrap_or(&mut []);
+            values.copy_from_slice(&tensors.take("value", name, values.len())?);
+            let len = values.len();
+            if cursor.steps > 0 {
+                let kept = (0..moments).map(|i| tensors.take(&format!("moment{i}"), name, len));
+                self.optimizer.moments.insert(name.clone(), kept.collect::<Result<_>>()?);
+            }
+            if cursor.best.is_some() && self.config.keeps_best() {
+                best_values.push(tensors.take("best", name, len)?);
+            }
+        }
+        self.optimizer.steps = cursor.steps;
+        self.first_step = cursor.first_step;
+        self.next = cursor.next;
+        self.epoch_loss = cursor.epoch_loss;
+        self.last_loss = cursor.last_loss;
+        let best = |(step, loss, since)| Best { step, loss, since, values: best_values };
+        self.best = cursor.best.map(best);
+        self.moved = cursor.moved;
+        self.work = Work::Next;
+        Ok(())
+    }
+
+    /// Optimizer steps taken so far.
+    pub fn steps(&self) -> u64 {
+        self.optimizer.steps - self.first_step
     }
 
     /// Takes the memory of the run.
@@ -347,20 +446,22 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 Work::Done => return Ok(Advance::Done),
                 Work::Next => self.work = self.following(),
                 Work::Step(step) => {
-                    let Trainer { gradients, parameters, optimizer, .. } = self;
-                    let Some(stepped) = step.advance(gradients, parameters, optimizer, stop)?
+                    let Trainer { gradients, parameters, optimizer, moved, .. } = self;
+                    let Some(stepped) =
+                        step.advance(gradients, parameters, optimizer, moved, stop)?
                     else {
                         return Ok(Advance::Stopped);
                     };
-                    self.work = Work::Next;
-                    return Ok(Advance::Event(self.stepped(stepped)));
+                    // In this order: what comes next may be a snapshot, which has the step in it.
+                    let event = self.stepped(stepped);
+                    self.work = self.after_step();
+                    return Ok(Advance::Event(event));
                 }
-                Work::HeldOut { window, pass, loss } => {
-                    let total = total_weight(&self.held_out);
+                Work::HeldOut { whole_epoch, window, pass, loss } => {
+                    let (total, whole_epoch) = (total_weight(&self.held_out), *whole_epoch);
                     let Some(next) = self.held_out.get(*window) else {
                         let held_out = (!self.held_out.is_empty()).then_some(*loss);
-                        let event = self.end_of_epoch(held_out);
-                        return Ok(Advance::Event(event));
+                        return Ok(Advance::Event(self.evaluated(whole_epoch, held_out)));
                     };
                     let Trainer { gradients, parameters, .. } = self;
                     if pass.is_none() {
@@ -373,6 +474,18 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                     *loss += gradients.loss(running)?;
                     *pass = None;
                     *window += 1;
+                }
+                Work::Snapshot(..) => {
+                    if let Some(event) = self.snapshotting() {
+                        return Ok(Advance::Event(event));
+                    }
+                }
+                Work::EarlyStop => {
+                    self.work = Work::Done;
+                    if let Some(Best { step, loss, .. }) = &self.best {
+                        let event = Event::EarlyStop { best: *step, held_out: *loss };
+                        return Ok(Advance::Event(event));
+                    }
                 }
             }
             if stop.should_stop() {
@@ -387,14 +500,46 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let Some(windows) = self.epochs.get(epoch) else { return Work::Done };
         let rest = windows.get(window..).unwrap_or(&[]);
         let Some(chunk) = rest.chunks(self.config.accumulate).next() else {
-            return Work::HeldOut { window: 0, pass: None, loss: 0.0 };
+            return Work::HeldOut { whole_epoch: true, window: 0, pass: None, loss: 0.0 };
         };
         let windows = chunk.iter().map(|w| Window::of(&self.examples, w)).collect();
-        self.next = (epoch, window + chunk.len());
-        let done = self.optimizer.steps - self.first_step;
-        let factor = self.config.schedule.factor(done, self.steps, self.config.warmup);
+        let factor = self.config.schedule.factor(self.steps(), self.steps, self.config.warmup);
         let lr = self.config.lr * factor;
         Work::Step(Box::new(Step::new(windows, lr, self.config.clip, &self.parameters)))
+    }
+
+    /// The work that comes after a step that is counted and has moved all.
+    fn after_step(&mut self) -> Work {
+        // Only now, so that a snapshot within the step is of the one before.
+        let (epoch, window) = self.next;
+        let windows = self.epochs.get(epoch).map_or(0, Vec::len);
+        self.next.1 = (window + self.config.accumulate).min(windows);
+        let every = self.config.eval_every;
+        let due = every > 0 && self.steps().is_multiple_of(every) && self.next.1 < windows;
+        match due && !self.held_out.is_empty() {
+            true => Work::HeldOut { whole_epoch: false, window: 0, pass: None, loss: 0.0 },
+            false => self.after_evaluation(),
+        }
+    }
+
+    fn after_evaluation(&mut self) -> Work {
+        let every = self.checkpoint_every;
+        match every > 0 && self.steps() > 0 && self.steps().is_multiple_of(every) {
+            true => Work::Snapshot(Box::new(Snapshot::new(self.identity(), self.cursor())), 0),
+            false => Work::Next,
+        }
+    }
+
+    /// Copies the next parameter; the event when it was the last.
+    fn snapshotting(&mut self) -> Option<Event> {
+        let Work::Snapshot(mut snapshot, at) = std::mem::replace(&mut self.work, Work::Next) else {
+            return None;
+        };
+        if self.copy_parameter(&mut snapshot, at) {
+            self.work = Work::Snapshot(snapshot, at + 1);
+            return None;
+        }
+        Some(Event::Checkpoint(snapshot))
     }
 
     fn stepped(&mut self, stepped: Stepped) -> Event {
@@ -402,16 +547,51 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.last_loss = loss;
         self.epoch_loss.0 += loss * total;
         self.epoch_loss.1 += total;
-        let step = self.optimizer.steps - self.first_step;
-        Event::Step { step, loss, grad_norm: norm, lr, rows }
+        let epoch = self.next.0 as u64 + 1;
+        Event::Step { step: self.steps(), epoch, loss, grad_norm: norm, lr, rows }
     }
 
-    fn end_of_epoch(&mut self, held_out: Option<f64>) -> Event {
-        let (loss, weight) = std::mem::take(&mut self.epoch_loss);
+    /// Takes note of an evaluation, after which `work` is what comes next.
+    fn evaluated(&mut self, whole_epoch: bool, held_out: Option<f64>) -> Event {
         let first = self.next == (0, 0);
-        self.next = (self.next.0 + usize::from(!first), 0);
-        self.work = Work::Next;
-        Event::Epoch { epoch: self.next.0 as u64, loss: loss / weight, held_out }
+        let step = self.steps();
+        let event = match (whole_epoch, held_out) {
+            (false, Some(held_out)) => Event::Evaluated { step, held_out },
+            _ => {
+                let (loss, weight) = std::mem::take(&mut self.epoch_loss);
+                self.next = (self.next.0 + usize::from(!first), 0);
+                Event::Epoch { epoch: self.next.0 as u64, loss: loss / weight, held_out }
+            }
+        };
+        let enough = held_out.is_some_and(|loss| !first && self.note(step, loss));
+        self.work = match (enough, whole_epoch) {
+            (true, _) => Work::EarlyStop,
+            (false, true) => Work::Next,
+            (false, false) => self.after_evaluation(),
+        };
+        event
+    }
+
+    /// Whether this evaluation was one too many without a new best.
+    fn note(&mut self, step: u64, loss: f64) -> bool {
+        if !self.config.keeps_best() {
+            return false;
+        }
+        if let Some(best) = &mut self.best
+            && best.loss <= loss
+        {
+            best.since += 1;
+            return self.config.patience.is_some_and(|patience| best.since >= patience);
+        }
+        // Written over in place: the memory is in the plan once.
+        let mut values = self.best.take().map_or_else(Vec::new, |best| best.values);
+        values.resize(self.names.len(), Vec::new());
+        for (kept, name) in values.iter_mut().zip(&self.names) {
+            kept.clear();
+            kept.extend_from_slice(self.parameters.value_mut(name).unwrap_or(&mut []));
+        }
+        self.best = Some(Best { step, loss, since: 0, values });
+        false
     }
 
     /// One optimizer step over windows: their loss is the weighted mean over all their tokens,
@@ -421,9 +601,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Gradients::of`]; the parameters have not moved then.
     pub fn step(&mut self, windows: &[Window], lr: f32) -> Result<(f64, f64)> {
         let mut step = Step::new(windows.to_vec(), lr, self.config.clip, &self.parameters);
-        let Trainer { gradients, parameters, optimizer, .. } = self;
+        let Trainer { gradients, parameters, optimizer, moved, .. } = self;
         loop {
-            if let Some(done) = step.advance(gradients, parameters, optimizer, &())? {
+            if let Some(done) = step.advance(gradients, parameters, optimizer, moved, &())? {
                 return Ok((done.loss, done.norm));
             }
         }
@@ -457,29 +637,20 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
     }
 
-    /// Ends the run where it is; a step that has begun to move parameters is brought to its end.
+    /// Ends the run where it is: a step that has begun to move parameters is brought to its end,
+    /// and the best parameters take the place of the last where they are kept.
     ///
     /// # Errors
     /// When a target has not moved at all.
     pub fn finish(mut self) -> Result<Outcome> {
-        let Trainer { work, gradients, parameters, optimizer, .. } = &mut self;
+        let Trainer { work, gradients, parameters, optimizer, moved, .. } = &mut self;
         if let Work::Step(step) = work
             && step.is_moving()
         {
-            while step.advance(gradients, parameters, optimizer, &())?.is_none() {}
+            while step.advance(gradients, parameters, optimizer, moved, &())?.is_none() {}
         }
-        let steps = self.optimizer.steps - self.first_step;
-        let adapter = self
-            .parameters
-            .adapter
-            .unwrap_or(Adapter { alpha: self.config.alpha, tensors: BTreeMap::new() });
-        let dead: Vec<&str> = adapter
-            .tensors
-            .iter()
-            .filter(|(_, t)| t.b.iter().all(|&b| b == 0.0))
-            .map(|(n, _)| n.as_str())
-            .collect();
-        let total = adapter.tensors.len();
+        let steps = self.steps();
+        let (dead, unrouted, total) = self.moved.summary();
         if steps > 0 && !dead.is_empty() {
             return Err(Error::Stopped(format!(
                 "after {steps} steps {} of {total} targets have not moved: {}",
@@ -488,54 +659,22 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             )));
         }
         let moved = (total - dead.len(), total);
-        let (optimizer, last_loss) = (self.optimizer, self.last_loss);
-        let weights = self.parameters.weights;
-        Ok(Outcome { adapter, weights, optimizer, steps, last_loss, moved })
-    }
-}
-
-/// A name for projections, and which they are.
-type Kind = (&'static str, fn(&str, &Projection) -> bool);
-
-/// Patterns of targets that are no part of a tensor's name.
-const KINDS: [Kind; 5] = [
-    ("all", |_, _| true),
-    ("attn", |name, _| name.contains(".attn_")),
-    ("ffn", |name, _| name.contains(".ffn_")),
-    ("experts", |_, projection| projection.experts.is_some()),
-    ("router", |name, _| name.contains(".ffn_gate_inp.")),
-];
-
-/// The projections that a list of patterns names: `all` for every projection inside a layer,
-/// `attn` or `ffn` for those halves, `experts` for the stacks of routed experts, `router` for what
-/// chooses among them, or part of a tensor name such as `attn_q` or `blk.3.`.
-///
-/// # Errors
-/// A pattern that matches nothing, with the candidates.
-pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>> {
-    let projections: Vec<(&String, &Projection)> =
-        model.projections().iter().filter(|(name, _)| name.starts_with("blk.")).collect();
-    let mut chosen = BTreeSet::new();
-    for pattern in patterns {
-        let kind = KINDS.iter().find(|(kind, _)| kind == pattern);
-        let hit = |(name, projection): &(&String, &Projection)| match kind {
-            Some((_, of_kind)) => of_kind(name, projection),
-            None => name.contains(pattern.as_str()),
-        };
-        let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
-        if matches.is_empty() {
-            let of_model = |(_, of_kind): &&Kind| {
-                projections.iter().any(|(name, projection)| of_kind(name, projection))
-            };
-            let names: BTreeSet<&str> =
-                projections.iter().filter_map(|(n, _)| n.split('.').nth(2)).collect();
-            let candidates = KINDS.iter().filter(of_model).map(|k| k.0).chain(names);
-            return Err(Error::Setting(format!(
-                "target `{pattern}` matches no projection; candidates: {}",
-                candidates.collect::<Vec<_>>().join(", ")
-            )));
+        let best = self.best.as_ref().map(|b| (b.step, b.loss));
+        if let Some(Best { values, .. }) = self.best.take() {
+            for (name, kept) in self.names.iter().zip(values) {
+                self.parameters.value_mut(name).unwrap_or(&mut []).copy_from_slice(&kept);
+            }
         }
-        chosen.extend(matches.into_iter().cloned());
+        let none = Adapter { alpha: self.config.alpha, tensors: BTreeMap::new() };
+        Ok(Outcome {
+            adapter: self.parameters.adapter.unwrap_or(none),
+            weights: self.parameters.weights,
+            optimizer: self.optimizer,
+            steps,
+            last_loss: self.last_loss,
+            moved,
+            unrouted,
+            best,
+        })
     }
-    Ok(chosen.into_iter().collect())
 }

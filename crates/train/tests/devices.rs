@@ -127,6 +127,7 @@ fn config(model: &Model) -> TrainConfig {
             recompute: Recompute::None,
             placement: Policy::Fallback,
         },
+        ..TrainConfig::default()
     }
 }
 

@@ -71,7 +71,8 @@ fn an_expert_without_rows_is_not_read_and_gets_exactly_zero() {
     let model = tied();
     let targets = select_targets(&model, &["experts".into(), "router".into()]).unwrap();
     assert_eq!(targets.len(), 2 * 4);
-    let mut adapter = Adapter::fresh(&model, &targets, 3, 6.0, 1).unwrap();
+    let mut adapter =
+        Adapter::fresh(&model, targets.iter().map(|t| (t.as_str(), 3)), 6.0, 1).unwrap();
     let mut random = Random::new(2);
     for (target, pair) in &mut adapter.tensors {
         pair.b.iter_mut().for_each(|b| *b = 0.02 * random.normal());

@@ -31,7 +31,8 @@ fn toy(arch: &'static str, ty: TensorType) -> (Model, Parameters) {
     let file = Toy::new(arch, ty, 7).gguf().unwrap();
     let model = Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", file).unwrap(), cpu()).unwrap();
     let targets = train::select_targets(&model, &["all".to_string()]).unwrap();
-    let mut adapter = Adapter::fresh(&model, &targets, 4, 8.0, 1).unwrap();
+    let mut adapter =
+        Adapter::fresh(&model, targets.iter().map(|t| (t.as_str(), 4)), 8.0, 1).unwrap();
     let mut random = Random::new(1);
     for pair in adapter.tensors.values_mut() {
         pair.b.iter_mut().for_each(|b| *b = 0.02 * random.normal());

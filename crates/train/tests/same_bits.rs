@@ -42,6 +42,7 @@ fn config(model: &Model, recompute: Recompute) -> TrainConfig {
         clip: 1.0,
         seed: 11,
         graph: GraphConfig { rows: 64, cache: DType::F16, recompute, ..GraphConfig::default() },
+        ..TrainConfig::default()
     }
 }
 
@@ -108,14 +109,9 @@ fn how_a_step_is_split_does_not_change_its_gradient() {
     let model = toy("llama", TensorType::F32, 2);
     let examples = examples();
     let total: f64 = examples.iter().map(Example::weight).sum();
-    let adapter = model::Adapter::fresh(
-        &model,
-        &select_targets(&model, &["all".into()]).unwrap(),
-        4,
-        12.0,
-        1,
-    );
-    let mut adapter = adapter.unwrap();
+    let targets = select_targets(&model, &["all".into()]).unwrap();
+    let of_rank = targets.iter().map(|t| (t.as_str(), 4));
+    let mut adapter = model::Adapter::fresh(&model, of_rank, 12.0, 1).unwrap();
     let mut random = Random::new(9);
     adapter
         .tensors

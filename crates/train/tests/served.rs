@@ -23,7 +23,8 @@ fn toy(arch: &'static str, threads: usize) -> Arc<Model> {
 
 fn adapter(model: &Model) -> Adapter {
     let targets = select_targets(model, &["all".to_string()]).unwrap();
-    let mut adapter = Adapter::fresh(model, &targets, 4, 8.0, 1).unwrap();
+    let mut adapter =
+        Adapter::fresh(model, targets.iter().map(|t| (t.as_str(), 4)), 8.0, 1).unwrap();
     let mut random = Random::new(1);
     for pair in adapter.tensors.values_mut() {
         pair.b.iter_mut().for_each(|b| *b = 0.02 * random.normal());

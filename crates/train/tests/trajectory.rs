@@ -6,7 +6,9 @@ use std::sync::Arc;
 use graph::{DType, Device};
 use model::{Adapter, Model};
 use testkit::{Golden, fixture, relative_l2};
-use train::{AdamW, Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, Window};
+use train::{
+    Example, GraphConfig, Method, Optimizer, Schedule, Start, TrainConfig, Trainer, Window,
+};
 
 const ARCHITECTURES: [&str; 2] = ["llama", "qwen3_moe"];
 const STEPS: usize = 40;
@@ -35,6 +37,7 @@ fn config() -> TrainConfig {
         clip: 1.0,
         seed: 0,
         graph: GraphConfig { rows: 64, cache: DType::F32, ..GraphConfig::default() },
+        ..TrainConfig::default()
     }
 }
 
@@ -58,7 +61,7 @@ fn walk(arch: &str, device: Arc<dyn Device>, steps: usize, nudged: bool) -> (Err
     for x in adapter.tensors.values_mut().flat_map(|t| t.a.iter_mut().chain(&mut t.b)) {
         *x = f32::from_bits(x.to_bits() + u32::from(nudged));
     }
-    let from = Some((adapter, AdamW::new(config().weight_decay)));
+    let from = Some((adapter, Optimizer::new(Method::default(), config().weight_decay)));
     let start = Start { from, ..Start::default() };
     let mut trainer = Trainer::start(&model, config(), start).unwrap();
     let examples = examples(&golden);

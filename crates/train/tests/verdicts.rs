@@ -43,7 +43,9 @@ fn verdicts() -> BTreeMap<String, String> {
                 let file = gguf::Gguf::from_bytes("toy.gguf", bytes.clone()).unwrap();
                 let model = Model::from_gguf(file, device.clone()).unwrap();
                 let targets = select_targets(&model, &["all".into()]).unwrap();
-                let adapter = Adapter::fresh(&model, &targets, 2, 4.0, 1).unwrap();
+                let adapter =
+                    Adapter::fresh(&model, targets.iter().map(|t| (t.as_str(), 2)), 4.0, 1)
+                        .unwrap();
                 // Nothing runs, so the values do not matter.
                 let weight = |name: &str| {
                     let n = model.weights().get(name).unwrap().shape.elements();

@@ -39,6 +39,7 @@ fn config(model: &Model, targets: &[&str], weights: &[&str]) -> TrainConfig {
         clip: 1.0,
         seed: 3,
         graph: GraphConfig { rows: 64, cache: DType::F32, ..GraphConfig::default() },
+        ..TrainConfig::default()
     }
 }
 

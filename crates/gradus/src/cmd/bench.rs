@@ -216,6 +216,7 @@ fn train(args: &Args) -> Result<()> {
             recompute: args.recompute.policy(),
             ..GraphConfig::default()
         },
+        ..TrainConfig::default()
     };
     let mut trainer = Trainer::new(model.clone(), config)?;
     let parameters = trainer.parameters().adapter.as_ref().map_or(0, Adapter::parameters);

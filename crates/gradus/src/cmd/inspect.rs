@@ -124,7 +124,12 @@ fn serving(model: &Model, args: &Args) -> Result<Serving> {
 
 fn training(model: &Model, args: &Args) -> Result<Training> {
     let targets = train::select_targets(model, &["all".to_string()])?;
-    let adapter = Adapter::fresh(model, &targets, args.rank, args.rank as f32, 0)?;
+    let adapter = Adapter::fresh(
+        model,
+        targets.iter().map(|t| (t.as_str(), args.rank)),
+        args.rank as f32,
+        0,
+    )?;
     let numbers = adapter.parameters();
     let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
     let plan = |recompute| -> train::Result<usize> {

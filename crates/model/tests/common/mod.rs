@@ -33,7 +33,9 @@ pub fn tokens(seed: u64, n: usize) -> Vec<u32> {
 pub fn adapter(model: &Model, rank: usize, seed: u64) -> Arc<Adapter> {
     let all = model.projections().keys();
     let targets: Vec<String> = all.filter(|n| n.starts_with("blk.")).cloned().collect();
-    let mut adapter = Adapter::fresh(model, &targets, rank, 2.0 * rank as f32, seed).unwrap();
+    let mut adapter =
+        Adapter::fresh(model, targets.iter().map(|t| (t.as_str(), rank)), 2.0 * rank as f32, seed)
+            .unwrap();
     let mut random = Random::new(seed);
     for pair in adapter.tensors.values_mut() {
         pair.b.iter_mut().for_each(|b| *b = 0.02 * random.normal());

@@ -162,6 +162,7 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         clip: 0.0,
         seed,
         graph,
+        ..TrainConfig::default()
     };
     Ok(Settings { config, fit, pacing, memory_budget })
 }

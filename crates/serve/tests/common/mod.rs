@@ -86,7 +86,8 @@ impl Fixture {
             let model = self.model();
             let targets = select_targets(&model, &["all".into()]).unwrap();
             let seed = alias.bytes().map(u64::from).sum();
-            let mut adapter = Adapter::fresh(&model, &targets, 4, 8.0, seed).unwrap();
+            let mut adapter =
+                Adapter::fresh(&model, targets.iter().map(|t| (t.as_str(), 4)), 8.0, seed).unwrap();
             let mut random = Random::new(seed);
             for pair in adapter.tensors.values_mut() {
                 pair.b.iter_mut().for_each(|b| *b = 0.2 * random.normal());
@@ -124,6 +125,7 @@ impl Fixture {
                 recompute: Recompute::None,
                 ..GraphConfig::default()
             },
+            ..TrainConfig::default()
         }
     }
 

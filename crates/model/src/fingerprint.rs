@@ -1,0 +1,45 @@
+//! A number to tell model files apart by.
+
+/// FNV-1a over 64 bits (Fowler, Noll & Vo): quick, and enough against mistakes, not against malice.
+#[derive(Clone, Debug)]
+pub struct Fnv(u64);
+
+impl Default for Fnv {
+    fn default() -> Fnv {
+        Fnv(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Fnv {
+    /// Adds bytes.
+    pub fn add(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+
+    /// The hash of all that was added.
+    pub fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Bytes looked at in the beginning, the middle and the end of each tensor.
+const PROBE: usize = 1024;
+
+/// Names, types and shapes of all tensors, and some of the bytes of each: reading all of a large
+/// file would take longer than loading it.
+pub(crate) fn of(file: &gguf::Gguf) -> u64 {
+    let mut hash = Fnv::default();
+    for tensor in file.tensors() {
+        hash.add(tensor.info.name.as_bytes());
+        hash.add(tensor.info.ty.name().as_bytes());
+        tensor.info.shape.iter().for_each(|&d| hash.add(&(d as u64).to_le_bytes()));
+        let bytes = tensor.bytes;
+        for start in [0, bytes.len() / 2, bytes.len().saturating_sub(PROBE)] {
+            let end = (start + PROBE).min(bytes.len());
+            hash.add(bytes.get(start..end).unwrap_or(&[]));
+        }
+    }
+    hash.finish()
+}

@@ -1,0 +1,355 @@
+//! Checkpoints: all that a run is at between two steps, in a file that appears whole or not at all.
+//!
+//! The file is safetensors: `value/NAME`, `moment0/NAME`, `moment1/NAME` and `best/NAME` for each
+//! parameter, and under the metadata key `gradus.checkpoint` a JSON object with everything else.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{SafeTensors, TensorView};
+use serde_json::{Map, Value, json};
+
+use crate::moved::Moved;
+use crate::{Error, Example, Result};
+
+/// The version of the files written here.
+const VERSION: u64 = 1;
+
+/// The metadata key of everything that is no tensor.
+const KEY: &str = "gradus.checkpoint";
+
+/// What two runs must have in common for one to go on where the other stopped.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Identity {
+    pub(crate) settings: Map<String, Value>,
+    pub(crate) data: u64,
+    pub(crate) model: u64,
+    pub(crate) family: String,
+}
+
+/// How far a run has come.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Cursor {
+    pub(crate) steps: u64,
+    pub(crate) first_step: u64,
+    /// Epoch and window that come next.
+    pub(crate) next: (usize, usize),
+    pub(crate) epoch_loss: (f64, f64),
+    pub(crate) last_loss: f64,
+    /// Step, loss, evaluations since.
+    pub(crate) best: Option<(u64, f64, u64)>,
+    pub(crate) moved: Moved,
+}
+
+/// All that a run is at between two steps: it goes on from here bit for bit.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Snapshot {
+    identity: Identity,
+    cursor: Cursor,
+    tensors: BTreeMap<String, Vec<f32>>,
+}
+
+/// The tensors of a snapshot, to be taken out by name.
+pub(crate) struct Tensors(BTreeMap<String, Vec<f32>>);
+
+impl Tensors {
+    /// # Errors
+    /// When it is missing or of another length.
+    pub(crate) fn take(&mut self, part: &str, name: &str, len: usize) -> Result<Vec<f32>> {
+        let name = format!("{part}/{name}");
+        match self.0.remove(&name) {
+            Some(values) if values.len() == len => Ok(values),
+            Some(values) => Err(Error::Setting(format!(
+                "the checkpoint's `{name}` has {} numbers, the run needs {len}",
+                values.len()
+            ))),
+            None => Err(Error::Setting(format!("the checkpoint has no tensor `{name}`"))),
+        }
+    }
+}
+
+/// A hash of examples, to tell other data by: FNV-1a (Fowler, Noll & Vo).
+pub(crate) fn digest<'a>(examples: impl Iterator<Item = &'a Example>) -> u64 {
+    let mut hash = model::Fnv::default();
+    for example in examples {
+        hash.add(&(example.tokens.len() as u64).to_le_bytes());
+        hash.add(bytemuck::cast_slice(&example.tokens));
+        hash.add(bytemuck::cast_slice(&example.weights));
+    }
+    hash.finish()
+}
+
+impl Snapshot {
+    pub(crate) fn new(identity: Identity, cursor: Cursor) -> Snapshot {
+        Snapshot { identity, cursor, tensors: BTreeMap::new() }
+    }
+
+    pub(crate) fn add(
+        &mut self,
+        name: &str,
+        values: &[f32],
+        moments: &[Vec<f32>],
+        best: Option<&[f32]>,
+    ) {
+        self.tensors.insert(format!("value/{name}"), values.to_vec());
+        for (i, moment) in moments.iter().enumerate() {
+            self.tensors.insert(format!("moment{i}/{name}"), moment.clone());
+        }
+        if let Some(best) = best {
+            self.tensors.insert(format!("best/{name}"), best.to_vec());
+        }
+    }
+
+    /// Optimizer steps of the run before it.
+    pub fn steps(&self) -> u64 {
+        self.cursor.steps - self.cursor.first_step.min(self.cursor.steps)
+    }
+
+    /// The kernel family it was made with.
+    pub fn family(&self) -> &str {
+        &self.identity.family
+    }
+
+    /// What it holds, if it is of the run that asks.
+    pub(crate) fn of(self, run: &Identity, any_family: bool) -> Result<(Cursor, Tensors)> {
+        let Identity { settings, data, model, family } = &self.identity;
+        let differs = |what: &str| {
+            Err(Error::Setting(format!(
+                "the checkpoint is of {what}; give the same, or start anew without it"
+            )))
+        };
+        if *model != run.model {
+            return differs("another model");
+        }
+        let names = settings.keys().chain(run.settings.keys());
+        for name in names {
+            let (then, now) = (settings.get(name), run.settings.get(name));
+            if then != now {
+                let shown = |v: Option<&Value>| v.map_or("unset".into(), ToString::to_string);
+                return differs(&format!(
+                    "a run with `{name}` {}, this one has {}",
+                    shown(then),
+                    shown(now)
+                ));
+            }
+        }
+        if *data != run.data {
+            return differs("other data");
+        }
+        if *family != run.family && !any_family {
+            return differs(&format!(
+                "a run with `{family}` kernels, these are `{}`, whose results differ in their last \
+                 bits",
+                run.family
+            ));
+        }
+        Ok((self.cursor, Tensors(self.tensors)))
+    }
+
+    fn header(&self) -> Value {
+        let Identity { settings, data, model, family } = &self.identity;
+        let Cursor { steps, first_step, next, epoch_loss, last_loss, best, moved } = &self.cursor;
+        // Floats by their bits: a decimal need not come back the same.
+        let bits = |v: f64| v.to_bits();
+        json!({
+            "version": VERSION,
+            "settings": settings,
+            "data": data,
+            "model": model,
+            "family": family,
+            "steps": steps,
+            "first_step": first_step,
+            "next": [next.0, next.1],
+            "epoch_loss": [bits(epoch_loss.0), bits(epoch_loss.1)],
+            "last_loss": bits(*last_loss),
+            "best": best.map(|(step, loss, since)| [step, bits(loss), since]),
+            "moved": moved.0,
+        })
+    }
+
+    fn parse(header: &Value) -> Option<(Identity, Cursor)> {
+        let number = |name: &str| header.get(name)?.as_u64();
+        let list = |name: &str, n: usize| -> Option<Vec<u64>> {
+            let list: Option<Vec<u64>> =
+                header.get(name)?.as_array()?.iter().map(Value::as_u64).collect();
+            list.filter(|l| l.len() == n)
+        };
+        let identity = Identity {
+            settings: header.get("settings")?.as_object()?.clone(),
+            data: number("data")?,
+            model: number("model")?,
+            family: header.get("family")?.as_str()?.to_string(),
+        };
+        let flags = |list: &Value| -> Option<Vec<bool>> {
+            list.as_array()?.iter().map(Value::as_bool).collect()
+        };
+        let moved = header.get("moved")?.as_object()?.iter();
+        let moved: Option<BTreeMap<String, Vec<bool>>> =
+            moved.map(|(name, list)| Some((name.clone(), flags(list)?))).collect();
+        let (next, sums) = (list("next", 2)?, list("epoch_loss", 2)?);
+        let best = match header.get("best")? {
+            Value::Null => None,
+            _ => Some(list("best", 3)?),
+        };
+        let at = |list: &[u64], i: usize| list.get(i).copied().unwrap_or(0);
+        let float = |list: &[u64], i: usize| f64::from_bits(at(list, i));
+        let cursor = Cursor {
+            steps: number("steps")?,
+            first_step: number("first_step")?,
+            next: (usize::try_from(at(&next, 0)).ok()?, usize::try_from(at(&next, 1)).ok()?),
+            epoch_loss: (float(&sums, 0), float(&sums, 1)),
+            last_loss: f64::from_bits(number("last_loss")?),
+            best: best.map(|b| (at(&b, 0), float(&b, 1), at(&b, 2))),
+            moved: Moved(moved?),
+        };
+        Some((identity, cursor))
+    }
+
+    /// Writes it to a file, which appears whole or not at all.
+    ///
+    /// # Errors
+    /// Names the file and what the system said.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let failed = |what: &dyn std::fmt::Display| {
+            Error::File(format!("cannot write {}: {what}", path.display()))
+        };
+        let mut views = Vec::with_capacity(self.tensors.len());
+        for (name, values) in &self.tensors {
+            let bytes = bytemuck::cast_slice(values);
+            let view = TensorView::new(safetensors::Dtype::F32, vec![values.len()], bytes);
+            views.push((name.as_str(), view.map_err(|e| failed(&e))?));
+        }
+        let header = HashMap::from([(KEY.to_string(), self.header().to_string())]);
+        let partial = path.with_extension(format!("{}.part", std::process::id()));
+        let write = || -> std::result::Result<(), String> {
+            let text = |e: std::io::Error| e.to_string();
+            safetensors::serialize_to_file(views, Some(header), &partial)
+                .map_err(|e| e.to_string())?;
+            File::open(&partial).and_then(|f| f.sync_all()).map_err(text)?;
+            std::fs::rename(&partial, path).map_err(text)?;
+            sync_folder(path).map_err(text)
+        };
+        write().map_err(|e| {
+            let _ = std::fs::remove_file(&partial);
+            failed(&e)
+        })
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// Names the file and what is wrong with it.
+    pub fn read(path: &Path) -> Result<Snapshot> {
+        let wrong = |what: &dyn std::fmt::Display| {
+            Error::File(format!("{}: no checkpoint: {what}", path.display()))
+        };
+        let bytes = std::fs::read(path).map_err(|e| wrong(&e))?;
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| wrong(&e))?;
+        let header = metadata.metadata().as_ref().and_then(|m| m.get(KEY));
+        let header = header.ok_or_else(|| wrong(&format!("it has no key `{KEY}`")))?;
+        let header: Value = serde_json::from_str(header).map_err(|e| wrong(&e))?;
+        let version = header.get("version").and_then(Value::as_u64);
+        if version != Some(VERSION) {
+            let shown = version.map_or("none".to_string(), |v| v.to_string());
+            return Err(wrong(&format!("its version is {shown}, expected {VERSION}")));
+        }
+        let parsed = Snapshot::parse(&header);
+        let (identity, cursor) = parsed
+            .ok_or_else(|| wrong(&format!("its `{KEY}` lacks a field or has a wrong one")))?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|e| wrong(&e))?;
+        let mut tensors = BTreeMap::new();
+        for (name, view) in file.tensors() {
+            if view.dtype() != safetensors::Dtype::F32 {
+                return Err(wrong(&format!("tensor `{name}` is {:?}, not F32", view.dtype())));
+            }
+            let values = view.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b));
+            tensors.insert(name, values.collect());
+        }
+        Ok(Snapshot { identity, cursor, tensors })
+    }
+}
+
+/// Makes a rename last through a loss of power.
+fn sync_folder(path: &Path) -> std::io::Result<()> {
+    match path.parent().filter(|p| !p.as_os_str().is_empty()) {
+        Some(folder) => File::open(folder)?.sync_all(),
+        None => File::open(".")?.sync_all(),
+    }
+}
+
+/// The checkpoints of a run: a folder of files `step-NNNNNNNN.safetensors`, of which the last few
+/// are kept.
+#[derive(Clone, Debug)]
+pub struct Checkpoints {
+    folder: PathBuf,
+    keep: usize,
+}
+
+impl Checkpoints {
+    /// Those in a folder, which is made when the first is written; the last `keep` (at least 1)
+    /// stay.
+    pub fn new(folder: PathBuf, keep: usize) -> Checkpoints {
+        Checkpoints { folder, keep: keep.max(1) }
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Files and their steps, first to last.
+    fn files(&self) -> Vec<(u64, PathBuf)> {
+        let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let step = |path: PathBuf| {
+            let name = path.file_name()?.to_str()?;
+            let step = name.strip_prefix("step-")?.strip_suffix(".safetensors")?;
+            Some((step.parse().ok()?, path))
+        };
+        let mut files: Vec<_> = entries.filter_map(|e| step(e.path())).collect();
+        files.sort();
+        files
+    }
+
+    /// Writes a snapshot, then removes the oldest beyond those that are kept.
+    ///
+    /// # Errors
+    /// Names the file and what the system said; earlier checkpoints are as they were.
+    pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
+        let failed = |e: std::io::Error| {
+            Error::File(format!("cannot make the folder {}: {e}", self.folder.display()))
+        };
+        std::fs::create_dir_all(&self.folder).map_err(failed)?;
+        let path = self.folder.join(format!("step-{:08}.safetensors", snapshot.steps()));
+        snapshot.write(&path)?;
+        let files = self.files();
+        for (_, old) in files.iter().take(files.len().saturating_sub(self.keep)) {
+            let _ = std::fs::remove_file(old);
+        }
+        Ok(path)
+    }
+
+    /// The last checkpoint, if there is any, and its file. One that is damaged is passed over for
+    /// the one before it.
+    ///
+    /// # Errors
+    /// When there are some and all are damaged: the last one's fault.
+    pub fn last(&self) -> Result<Option<(Snapshot, PathBuf)>> {
+        let mut first_error = None;
+        for (_, path) in self.files().into_iter().rev() {
+            match Snapshot::read(&path) {
+                Ok(snapshot) => return Ok(Some((snapshot, path))),
+                Err(e) => first_error = first_error.or(Some(e)),
+            }
+        }
+        first_error.map_or(Ok(None), Err)
+    }
+
+    /// Removes them all, and the folder when it is empty then.
+    pub fn clear(&self) {
+        for (_, path) in self.files() {
+            let _ = std::fs::remove_file(path);
+        }
+        let _ = std::fs::remove_dir(&self.folder);
+    }
+}

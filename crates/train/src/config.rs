@@ -1,0 +1,193 @@
+//! The settings of a run.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use crate::{Error, GraphConfig, Method, Result, Schedule};
+
+/// The settings of a run.
+#[derive(Clone, PartialEq, Debug)]
+pub struct TrainConfig {
+    /// Base tensors to adapt; without any there is no adapter.
+    pub targets: Vec<String>,
+    /// Float tensors of the model that are trained themselves.
+    pub weights: Vec<String>,
+    /// Rank of every pair, 1 to 4096.
+    pub rank: usize,
+    /// Those of `targets` whose pair has another rank.
+    pub ranks: BTreeMap<String, usize>,
+    /// The adapter's effect is multiplied by `alpha / rank`.
+    pub alpha: f32,
+    /// The adapter's effect is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski 2023,
+    /// arXiv 2312.03732). A GGUF adapter has one alpha, so all ranks must be equal then.
+    pub rslora: bool,
+    /// What gradients do.
+    pub method: Method,
+    /// Peak learning rate, above 0 and up to 1.
+    pub lr: f32,
+    /// How it changes.
+    pub schedule: Schedule,
+    /// Steps of linear warm-up.
+    pub warmup: u64,
+    /// Decoupled weight decay, 0 to 1.
+    pub weight_decay: f32,
+    /// Passes over the data, 1 to 10,000.
+    pub epochs: u64,
+    /// Windows per optimizer step, 1 to 1,024.
+    pub accumulate: usize,
+    /// Gradients are scaled down to this global norm; 0 leaves them.
+    pub clip: f32,
+    /// Seeds the matrices and the order of the data.
+    pub seed: u64,
+    /// Steps between evaluations of what is held out; 0 evaluates after each epoch alone.
+    pub eval_every: u64,
+    /// The run ends after so many evaluations in a row without a new best one; the result is the
+    /// best one's then.
+    pub patience: Option<u64>,
+    /// The result is that of the best evaluation, not of the last step.
+    pub keep_best: bool,
+    /// The graph.
+    pub graph: GraphConfig,
+}
+
+impl Default for TrainConfig {
+    fn default() -> TrainConfig {
+        TrainConfig {
+            targets: Vec::new(),
+            weights: Vec::new(),
+            rank: 8,
+            ranks: BTreeMap::new(),
+            alpha: 16.0,
+            rslora: false,
+            method: Method::default(),
+            lr: 1e-3,
+            schedule: Schedule::Constant,
+            warmup: 0,
+            weight_decay: 0.0,
+            epochs: 1,
+            accumulate: 1,
+            clip: 0.0,
+            seed: 0,
+            eval_every: 0,
+            patience: None,
+            keep_best: false,
+            graph: GraphConfig::default(),
+        }
+    }
+}
+
+fn wrong<T>(field: &str, found: impl std::fmt::Display, wanted: &str) -> Result<T> {
+    Err(Error::Setting(format!("`{field}` is {found}; expected {wanted}")))
+}
+
+impl TrainConfig {
+    /// # Errors
+    /// Names the setting and what is expected of it.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.method.check()?;
+        if !(self.lr > 0.0 && self.lr <= 1.0) {
+            return wrong("lr", self.lr, "a number above 0 and up to 1");
+        }
+        if !(0.0..=1.0).contains(&self.weight_decay) {
+            return wrong("weight_decay", self.weight_decay, "a number from 0 to 1");
+        }
+        if !(self.clip >= 0.0 && self.clip.is_finite()) {
+            return wrong("clip", self.clip, "0 or a positive number");
+        }
+        if self.epochs == 0 || self.epochs > 10_000 {
+            return wrong("epochs", self.epochs, "1 to 10,000");
+        }
+        if self.accumulate == 0 || self.accumulate > 1024 {
+            return wrong("accumulate", self.accumulate, "1 to 1,024");
+        }
+        if self.patience == Some(0) {
+            return wrong("patience", 0, "at least 1 evaluation");
+        }
+        if let Some(name) = self.ranks.keys().find(|name| !self.targets.contains(name)) {
+            return wrong("ranks", format!("about `{name}`"), "tensors of `targets` alone");
+        }
+        if self.rslora && self.ranks.values().any(|&rank| rank != self.rank) {
+            let expected = "one rank for all targets: the file of an adapter has one alpha, and \
+                            the square roots of two ranks need two";
+            return wrong("rslora", "set", expected);
+        }
+        Ok(())
+    }
+
+    /// Each target with the rank of its pair.
+    pub fn ranks(&self) -> impl Iterator<Item = (&str, usize)> {
+        let rank = |name: &String| self.ranks.get(name).copied().unwrap_or(self.rank);
+        self.targets.iter().map(move |name| (name.as_str(), rank(name)))
+    }
+
+    /// The alpha whose `alpha / rank` is the adapter's scale.
+    pub(crate) fn effective_alpha(&self) -> f32 {
+        match self.rslora {
+            true => self.alpha * (self.rank as f32).sqrt(),
+            false => self.alpha,
+        }
+    }
+
+    /// True when the best parameters so far are kept beside the current ones.
+    pub(crate) fn keeps_best(&self) -> bool {
+        self.keep_best || self.patience.is_some()
+    }
+
+    /// Every setting that changes a bit of the result, by name: what a run that goes on must have
+    /// in common with the one that stopped.
+    pub fn settings(&self) -> Map<String, Value> {
+        // By destructuring, so that a new setting cannot be forgotten.
+        let TrainConfig {
+            targets,
+            weights,
+            rank,
+            ranks,
+            alpha,
+            rslora,
+            method,
+            lr,
+            schedule,
+            warmup,
+            weight_decay,
+            epochs,
+            accumulate,
+            clip,
+            seed,
+            eval_every,
+            patience,
+            keep_best,
+            graph,
+        } = self;
+        // Neither recomputation nor placement changes a bit.
+        let GraphConfig { rows, cache, recompute: _, placement: _ } = graph;
+        // As people write it: 0.003 is not 0.003000000026077032.
+        let plain = |v: f32| v.to_string().parse::<f64>().unwrap_or(f64::from(v));
+        let settings = json!({
+            "targets": targets,
+            "weights": weights,
+            "rank": rank,
+            "ranks": ranks,
+            "alpha": plain(*alpha),
+            "rslora": rslora,
+            "method": format!("{method:?}"),
+            "lr": plain(*lr),
+            "schedule": format!("{schedule:?}"),
+            "warmup": warmup,
+            "weight_decay": plain(*weight_decay),
+            "epochs": epochs,
+            "accumulate": accumulate,
+            "clip": plain(*clip),
+            "seed": seed,
+            "eval_every": eval_every,
+            "patience": patience,
+            "keep_best": keep_best,
+            "window": rows,
+            "cache": format!("{cache:?}"),
+        });
+        match settings {
+            Value::Object(settings) => settings,
+            _ => Map::new(),
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! P6 across a stop: a run goes on from a checkpoint bit for bit, and from no other run's.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use gguf::TensorType;
+use model::Model;
+use model::toy::Toy;
+use testkit::Random;
+use train::{
+    Advance, Checkpoints, Event, Example, GraphConfig, Method, Outcome, Schedule, Snapshot,
+    TrainConfig, Trainer, select_targets,
+};
+
+fn toy(arch: &'static str, ty: TensorType, seed: u64) -> Model {
+    let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
+    // A file, since a model's own tensors are read from it again.
+    let name = format!("checkpoints-{arch}-{}-{seed}.gguf", ty.name());
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let whole = path.with_extension(format!("{:?}", std::thread::current().id()));
+    std::fs::write(&whole, Toy::new(arch, ty, seed).gguf().unwrap()).unwrap();
+    std::fs::rename(&whole, &path).unwrap();
+    Model::load(&path, device).unwrap()
+}
+
+fn examples(seed: u64, lengths: &[usize]) -> Vec<Example> {
+    let mut random = Random::new(seed);
+    let example = |&n: &usize| Example {
+        tokens: (0..n).map(|_| random.below(320) as u32).collect(),
+        weights: (0..n).map(|i| if i < n / 3 { 0.0 } else { 1.0 }).collect(),
+    };
+    lengths.iter().map(example).collect()
+}
+
+fn config(model: &Model) -> TrainConfig {
+    TrainConfig {
+        targets: select_targets(model, &["attn".into()]).unwrap(),
+        rank: 4,
+        alpha: 12.0,
+        lr: 3e-3,
+        schedule: Schedule::Wsd,
+        warmup: 2,
+        weight_decay: 0.01,
+        epochs: 3,
+        accumulate: 2,
+        clip: 1.0,
+        seed: 11,
+        eval_every: 2,
+        graph: GraphConfig { rows: 32, ..GraphConfig::default() },
+        ..TrainConfig::default()
+    }
+}
+
+fn trainer<'m>(model: &'m Model, config: &TrainConfig) -> Trainer<&'m Model> {
+    let mut trainer = Trainer::new(model, config.clone()).unwrap();
+    let held_out = examples(77, &[9, 20]);
+    trainer.load(examples(5, &[9, 31, 17, 30, 5, 22, 32, 12]), held_out).unwrap();
+    trainer.checkpoint_every(1);
+    trainer
+}
+
+/// Runs to the end: events but checkpoints, checkpoints, outcome.
+fn run(mut trainer: Trainer<&Model>) -> (Vec<Event>, Vec<Snapshot>, Outcome) {
+    let (mut events, mut snapshots) = (Vec::new(), Vec::new());
+    loop {
+        match trainer.advance(&()).unwrap() {
+            Advance::Event(Event::Checkpoint(snapshot)) => snapshots.push(*snapshot),
+            Advance::Event(event) => events.push(event),
+            Advance::Stopped => {}
+            Advance::Done => return (events, snapshots, trainer.finish().unwrap()),
+        }
+    }
+}
+
+fn folder(name: &str) -> PathBuf {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    folder
+}
+
+#[test]
+fn a_run_goes_on_from_any_checkpoint_bit_for_bit() {
+    let model = toy("qwen35moe", TensorType::Q8_0, 3);
+    let kept =
+        TrainConfig { keep_best: true, method: Method::Sgd { momentum: 0.9 }, ..config(&model) };
+    let own = TrainConfig {
+        targets: Vec::new(),
+        weights: train::select_weights(&model, &["norm".into()]).unwrap(),
+        method: Method::Sgd { momentum: 0.0 },
+        ..config(&model)
+    };
+    for (i, config) in [config(&model), kept, own].into_iter().enumerate() {
+        let (events, snapshots, whole) = run(trainer(&model, &config));
+        assert!(whole.steps >= 6 && snapshots.len() as u64 == whole.steps, "{}", whole.steps);
+        let file = folder(&format!("any-checkpoint-{i}")).with_extension("safetensors");
+        for snapshot in snapshots {
+            let step = snapshot.steps();
+            snapshot.write(&file).unwrap();
+            let read = Snapshot::read(&file).unwrap();
+            assert!(read == snapshot, "step {step} reads otherwise than it was written");
+            let mut resumed = trainer(&model, &config);
+            resumed.restore(read, false).unwrap();
+            let (later, _, outcome) = run(resumed);
+            assert!(outcome == whole, "setting {i}: going on from step {step} ends elsewhere");
+            let same = events.len() - later.len();
+            assert!(events[same..] == later[..], "setting {i}: other events after step {step}");
+        }
+    }
+}
+
+#[test]
+fn checkpoints_of_other_runs_are_refused_by_name() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let config = config(&model);
+    let snapshot = trainer(&model, &config).snapshot();
+    let refused = |model: &Model, config: &TrainConfig, lengths: &[usize]| {
+        let mut other = Trainer::new(model, config.clone()).unwrap();
+        other.load(examples(5, lengths), examples(77, &[9, 20])).unwrap();
+        other.restore(snapshot.clone(), false).map_err(|e| e.to_string())
+    };
+    let lengths = [9, 31, 17, 30, 5, 22, 32, 12];
+    refused(&model, &config, &lengths).unwrap();
+    let e = refused(&toy("llama", TensorType::Q8_0, 4), &config, &lengths).unwrap_err();
+    assert!(e.starts_with("the checkpoint is of another model"), "{e}");
+    let e = refused(&model, &config, &lengths[1..]).unwrap_err();
+    assert!(e.starts_with("the checkpoint is of other data"), "{e}");
+    let other = |change: &dyn Fn(&mut TrainConfig)| {
+        let mut config = config.clone();
+        change(&mut config);
+        refused(&model, &config, &lengths).unwrap_err()
+    };
+    let e = other(&|c| c.lr = 1e-3);
+    assert!(e.contains("a run with `lr` 0.003, this one has 0.001;"), "{e}");
+    for (change, name) in [
+        (&(|c: &mut TrainConfig| c.rank = 5) as &dyn Fn(&mut TrainConfig), "rank"),
+        (&|c| c.seed = 1, "seed"),
+        (&|c| c.graph.rows = 64, "window"),
+        (&|c| c.method = Method::Sgd { momentum: 0.0 }, "method"),
+        (&|c| c.schedule = Schedule::Linear, "schedule"),
+        (&|c| c.keep_best = true, "keep_best"),
+    ] {
+        let e = other(change);
+        assert!(e.contains(&format!("`{name}`")), "{name}: {e}");
+    }
+}
+
+/// Other kernels end in other bits: going on with them has to be asked for.
+#[test]
+fn a_checkpoint_of_another_kernel_family_is_refused_unless_forced() {
+    let of = |family: cpu::Family| {
+        let device = Arc::new(cpu::Cpu::new(2, Some(family)).unwrap());
+        let bytes = Toy::new("llama", TensorType::Q8_0, 3).gguf().unwrap();
+        Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
+    };
+    let families = cpu::Family::ALL;
+    let Some(other) =
+        families.into_iter().find(|f| *f != cpu::Family::Portable && f.is_available())
+    else {
+        return;
+    };
+    let (portable, other) = (of(cpu::Family::Portable), of(other));
+    let snapshot = trainer(&portable, &config(&portable)).snapshot();
+    let mut resumed = trainer(&other, &config(&other));
+    let e = resumed.restore(snapshot.clone(), false).unwrap_err().to_string();
+    assert!(e.contains("a run with `portable` kernels"), "{e}");
+    resumed.restore(snapshot, true).unwrap();
+    run(resumed);
+}
+
+#[test]
+fn damaged_checkpoints_are_named_and_passed_over() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let (_, snapshots, _) = run(trainer(&model, &config(&model)));
+    let checkpoints = Checkpoints::new(folder("damaged"), 2);
+    assert!(checkpoints.last().unwrap().is_none());
+    let files: Vec<PathBuf> = snapshots.iter().map(|s| checkpoints.write(s).unwrap()).collect();
+    let there: Vec<bool> = files.iter().map(|f| f.exists()).collect();
+    assert_eq!(there.iter().filter(|t| **t).count(), 2);
+    let (last, before) = (&files[files.len() - 1], &files[files.len() - 2]);
+    assert_eq!(checkpoints.last().unwrap().unwrap().1, *last);
+    let bytes = std::fs::read(last).unwrap();
+    for cut in [0, 4, 8, 100, bytes.len() / 2, bytes.len() - 1] {
+        std::fs::write(last, &bytes[..cut]).unwrap();
+        let e = Snapshot::read(last).unwrap_err().to_string();
+        assert!(e.contains("no checkpoint") && e.contains("step-"), "{e}");
+        assert_eq!(checkpoints.last().unwrap().unwrap().1, *before);
+    }
+    // A header that lies.
+    let header =
+        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":1", "\\\"version\\\":9", 1);
+    assert!(header.contains("\\\"version\\\":9"));
+    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":1").unwrap();
+    let mut lies = bytes.clone();
+    lies[at + 12] = b'9';
+    std::fs::write(last, &lies).unwrap();
+    let e = Snapshot::read(last).unwrap_err().to_string();
+    assert!(e.ends_with("its version is 9, expected 1"), "{e}");
+    checkpoints.clear();
+    assert!(!checkpoints.folder().exists());
+}
+
+#[test]
+fn a_run_that_gets_no_better_ends_with_its_best() {
+    let model = toy("llama", TensorType::F32, 3);
+    let config = TrainConfig {
+        lr: 0.05,
+        schedule: Schedule::Constant,
+        weight_decay: 0.0,
+        epochs: 60,
+        patience: Some(3),
+        ..config(&model)
+    };
+    let (events, _, outcome) = run(trainer(&model, &config));
+    let held_out: Vec<(u64, f64)> = events
+        .iter()
+        .scan(0, |step, event| {
+            if let Event::Step { step: now, .. } = event {
+                *step = *now;
+            }
+            Some(match event {
+                Event::Evaluated { held_out, .. } => Some((*step, *held_out)),
+                Event::Epoch { held_out, .. } => held_out.map(|loss| (*step, loss)),
+                _ => None,
+            })
+        })
+        .flatten()
+        .collect();
+    let best = held_out.iter().copied().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+    assert_eq!(outcome.best, Some(best));
+    let Some(Event::EarlyStop { best: step, held_out: loss }) = events.last() else {
+        panic!("{:?}", events.last());
+    };
+    assert_eq!((*step, *loss), best);
+    let at = held_out.iter().position(|e| *e == best).unwrap();
+    assert_eq!(held_out.len(), at + 1 + 3, "three evaluations without a new best");
+    assert!(outcome.steps > best.0);
+    // The file is the best one's: a run that ends there gives the same.
+    let epochs = TrainConfig { patience: None, ..config };
+    let mut again = trainer(&model, &epochs);
+    while again.steps() < best.0 {
+        again.advance(&()).unwrap();
+    }
+    assert!(again.finish().unwrap().adapter == outcome.adapter);
+}
+
+#[test]
+fn patience_needs_something_held_out() {
+    let model = toy("llama", TensorType::F32, 3);
+    let config = TrainConfig { patience: Some(1), ..config(&model) };
+    let mut trainer = Trainer::new(&model, config).unwrap();
+    let e = trainer.load(examples(5, &[9]), Vec::new()).unwrap_err().to_string();
+    assert_eq!(e, "`patience` is set, but nothing is held out to evaluate");
+}
+
+/// F23: rsLoRA divides by the root of the rank, and a file says so by its alpha.
+#[test]
+fn f23_rslora_scales_by_the_root_of_the_rank() {
+    let model = toy("llama", TensorType::F32, 3);
+    let config = TrainConfig { rank: 16, alpha: 16.0, rslora: true, ..config(&model) };
+    let adapter = trainer(&model, &config).finish().unwrap().adapter;
+    assert!(adapter.tensors.values().all(|t| t.scale == 4.0), "{}", adapter.alpha);
+    assert_eq!(adapter.alpha, 64.0);
+    let file = folder("rslora").with_extension("gguf");
+    adapter.write(&file, &model).unwrap();
+    assert!(model::Adapter::read(&file, &model).unwrap() == adapter);
+}
+
+#[test]
+fn each_target_may_have_its_rank() {
+    let model = toy("llama", TensorType::F32, 3);
+    let mut config = config(&model);
+    let queries = select_targets(&model, &["attn_q.".into()]).unwrap();
+    config.ranks = queries.iter().map(|name| (name.clone(), 2)).collect();
+    let (_, _, outcome) = run(trainer(&model, &config));
+    for (name, pair) in &outcome.adapter.tensors {
+        let rank = if queries.contains(name) { 2 } else { 4 };
+        assert_eq!((pair.rank, pair.scale), (rank, 12.0 / rank as f32), "{name}");
+    }
+    let file = folder("ranks").with_extension("gguf");
+    outcome.adapter.write(&file, &model).unwrap();
+    assert!(model::Adapter::read(&file, &model).unwrap() == outcome.adapter);
+    let rslora = TrainConfig { rslora: true, ..config.clone() };
+    let e = Trainer::new(&model, rslora).err().unwrap().to_string();
+    assert!(e.contains("`rslora`") && e.contains("one rank"), "{e}");
+    let stray = TrainConfig { ranks: [("blk.0.ffn_up.weight".to_string(), 2)].into(), ..config };
+    let e = Trainer::new(&model, stray).err().unwrap().to_string();
+    assert!(e.contains("`ranks` is about `blk.0.ffn_up.weight`"), "{e}");
+}
