@@ -1,13 +1,12 @@
-//! Training of LoRA adapters: data, loss, gradients, optimizer, and the loop.
+//! Training of LoRA adapters: loss, gradients, optimizer, and the loop.
 //!
 //! Knows: what a window of training rows is, how its loss is weighted, how parameters move.
 //! Must not know: HTTP, how an op is computed, or what a model's layers look like.
 //!
-//! The life of a step: [`pack`] puts conversations into windows, [`Gradients::of`] runs the
+//! The life of a step: [`pack`] of the `data` crate puts sequences into windows, [`Gradients::of`] runs the
 //! model's own graph and its derivative over each window, [`AdamW`] moves the parameters.
 #![deny(clippy::indexing_slicing)]
 
-mod data;
 mod error;
 mod gradients;
 mod optimizer;
@@ -15,7 +14,7 @@ mod step;
 mod trainer;
 mod weights;
 
-pub use data::{Example, Window, pack, read_jsonl};
+pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
 pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
 pub use optimizer::{AdamW, Schedule};
