@@ -60,6 +60,12 @@ impl From<model::Error> for Error {
     }
 }
 
+impl From<data::Error> for Error {
+    fn from(e: data::Error) -> Error {
+        Error::invalid(e.to_string())
+    }
+}
+
 impl From<train::Error> for Error {
     fn from(e: train::Error) -> Error {
         Error::Failed { code: e.exit_code(), message: e.to_string() }

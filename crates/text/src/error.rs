@@ -62,6 +62,15 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+    /// What the assistant says in a message cannot be found in what the template makes of the
+    /// conversation.
+    #[error("message {index}: {what}")]
+    Turn {
+        /// Index from 0.
+        index: usize,
+        /// Why, and what to do.
+        what: String,
+    },
     /// A conversation cannot be trained on as a whole.
     #[error("the conversation cannot be trained on: {what}")]
     Conversation {

@@ -18,6 +18,10 @@ pub struct Message {
     /// the template.
     #[serde(default = "yes", skip_serializing_if = "is_true")]
     pub train: bool,
+    /// What the loss of its tokens is multiplied by where it is trained on: finite, not negative;
+    /// 0 is as good as `train` off. Not shown to the template.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub weight: f32,
     /// Everything else, as it came: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
     #[serde(flatten)]
     pub other: Map<String, Value>,
@@ -37,6 +41,15 @@ fn yes() -> bool {
     true
 }
 
+fn one() -> f32 {
+    1.0
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for a reference")]
+fn is_one(value: &f32) -> bool {
+    *value == 1.0
+}
+
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for a reference")]
 fn is_true(value: &bool) -> bool {
     *value
@@ -49,8 +62,14 @@ impl Message {
             role: role.into(),
             content: Some(Content::Text(content.into())),
             train: true,
+            weight: 1.0,
             other: Map::new(),
         }
+    }
+
+    /// Whether its tokens carry loss: the assistant says it, and nothing turns that off.
+    pub fn is_trained(&self) -> bool {
+        self.role == "assistant" && self.train && self.weight > 0.0
     }
 
     /// The content as text; none where there is none.

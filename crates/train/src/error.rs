@@ -32,6 +32,12 @@ impl Error {
     }
 }
 
+impl From<data::Error> for Error {
+    fn from(e: data::Error) -> Error {
+        Error::Data(e.to_string())
+    }
+}
+
 impl From<graph::Error> for Error {
     fn from(e: graph::Error) -> Error {
         Error::Model(e.into())

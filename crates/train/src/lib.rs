@@ -1,15 +1,15 @@
-//! Training of LoRA adapters: data, loss, gradients, optimizer, and the loop.
+//! Training of LoRA adapters: loss, gradients, optimizer, and the loop.
 //!
 //! Knows: what a window of training rows is, how its loss is weighted, how parameters move.
 //! Must not know: HTTP, how an op is computed, or what a model's layers look like.
 //!
-//! The life of a step: [`pack`] puts conversations into windows, [`Gradients::of`] runs the
-//! model's own graph and its derivative over each window, [`Optimizer`] moves the parameters.
+//! The life of a step: [`pack`] of the `data` crate puts sequences into windows, [`Gradients::of`]
+//! runs the model's own graph and its derivative over each window, [`Optimizer`] moves the
+//! parameters.
 #![deny(clippy::indexing_slicing)]
 
 mod checkpoint;
 mod config;
-mod data;
 mod error;
 mod gradients;
 mod moved;
@@ -21,7 +21,7 @@ mod weights;
 
 pub use checkpoint::{Checkpoints, Snapshot};
 pub use config::TrainConfig;
-pub use data::{Example, Window, pack, read_jsonl};
+pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
 pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
 pub use optimizer::{Method, Optimizer, Schedule};

@@ -58,6 +58,9 @@ const TEST: &str = include_str!("../../../../data/halden.test.jsonl");
 /// Shown before and after, out of the questions of the test.
 const SHOWN: usize = 4;
 
+/// Rows of a window.
+const WINDOW: usize = 128;
+
 /// How the demo trains, chosen by trying: many small steps answer more of the questions that were
 /// not trained on than few large ones, at the same cost.
 fn settings(recompute: RecomputeName) -> Settings {
@@ -70,7 +73,6 @@ fn settings(recompute: RecomputeName) -> Settings {
         schedule: ScheduleName::Cosine,
         warmup: 4,
         epochs: 6,
-        window: 128,
         accumulate: 1,
         clip: 1.0,
         weight_decay: 0.0,
@@ -110,9 +112,11 @@ pub fn run(args: &Args) -> Result<()> {
     line("== Before: the model cannot know the Halden 7, which does not exist")?;
     let (_, before) = examine(&model, &template, None, facts.get(..SHOWN).unwrap_or(&facts))?;
     line("\n== Training a LoRA adapter on 48 questions and answers")?;
-    let examples = ::train::read_jsonl(&data, model.tokenizer(), &template)?;
+    let files = std::slice::from_ref(&data);
+    let read = ::data::Options { window: Some(WINDOW) };
+    let examples = ::data::load(files, &read, model.tokenizer(), &template)?.examples;
     let interrupt = Interrupt::listen();
-    let config = settings(args.recompute).config(&model)?;
+    let config = settings(args.recompute).config(&model, WINDOW)?;
     let ran = train(&model, &examples, config, args.device.count()?, &interrupt, false)?;
     if ran.interrupted {
         return Err(Error::Interrupted);

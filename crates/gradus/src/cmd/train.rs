@@ -12,7 +12,7 @@ use train::{Event, Example, GraphConfig, Outcome, Schedule, TrainConfig, Trainer
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
 use crate::memory;
-use crate::options::{CacheType, ModelArgs, TemplateArgs};
+use crate::options::{CacheType, DataArgs, ModelArgs, TemplateArgs};
 use crate::output::{bytes, count, duration, json, line, note};
 use crate::progress::{Progress, Unit};
 
@@ -37,9 +37,8 @@ pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Conversations, one JSON object a line
-    #[arg(short, long, value_name = "FILE")]
-    pub data: PathBuf,
+    #[command(flatten)]
+    pub data: DataArgs,
 
     /// The adapter to write, as GGUF
     #[arg(short, long, value_name = "FILE", required_unless_present_any = ["dry_run", "out_model"])]
@@ -102,10 +101,6 @@ pub struct Settings {
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub epochs: u64,
 
-    /// Rows of a window; conversations are packed into windows, and must fit one
-    #[arg(long, value_name = "ROWS", default_value_t = 512)]
-    pub window: usize,
-
     /// Windows per step
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub accumulate: usize,
@@ -162,11 +157,11 @@ impl Settings {
         self.targets != ["none"]
     }
 
-    /// The trainer's settings, for a model.
+    /// The trainer's settings, for a model and windows of so many rows.
     ///
     /// # Errors
     /// When a target matches no projection.
-    pub fn config(&self, model: &Model) -> Result<TrainConfig> {
+    pub fn config(&self, model: &Model, window: usize) -> Result<TrainConfig> {
         Ok(TrainConfig {
             targets: match self.adapts() {
                 true => train::select_targets(model, &self.targets)?,
@@ -187,7 +182,7 @@ impl Settings {
             clip: self.clip,
             seed: self.seed,
             graph: GraphConfig {
-                rows: self.window,
+                rows: window,
                 cache: self.cache_type.dtype(),
                 recompute: self.recompute.policy(),
                 ..GraphConfig::default()
@@ -328,9 +323,8 @@ pub fn run(args: &Args) -> Result<()> {
         ));
     }
     let model = args.model.load()?;
-    let template = args.template.of(&model)?;
-    let examples = train::read_jsonl(&args.data, model.tokenizer(), &template)?;
-    let config = args.settings.config(&model)?;
+    let examples = args.data.load(&model, &args.template)?.examples;
+    let config = args.settings.config(&model, args.data.window)?;
     let targets = config.targets.len();
     let threads = args.model.device.count()?;
     let interrupt = Interrupt::listen();

@@ -14,10 +14,11 @@ fn chat() -> Vec<Message> {
 
 /// The trained tokens in brackets.
 fn marked(tokenizer: &Tokenizer, conversation: &Conversation) -> String {
-    assert_eq!(conversation.ids.len(), conversation.trained.len());
+    assert_eq!(conversation.ids.len(), conversation.weights.len());
     let mut out = String::new();
     let mut before = false;
-    for (&id, &trained) in conversation.ids.iter().zip(&conversation.trained) {
+    for (&id, &weight) in conversation.ids.iter().zip(&conversation.weights) {
+        let trained = weight != 0.0;
         if trained != before {
             out.push(if trained { '[' } else { ']' });
         }
@@ -50,7 +51,16 @@ fn f40_what_the_assistant_says_and_the_end_of_its_turn_are_trained() {
     let some = conversation(&tokenizer, &chatml, &some, &[]).unwrap();
     assert_eq!(some.ids, all.ids);
     assert!(marked(&tokenizer, &some).contains("assistant\nbb<|im_end|>\n<|im_start|>user"));
-    assert_eq!(some.trained.iter().filter(|t| **t).count(), 5);
+    assert_eq!(some.weights.iter().filter(|w| **w != 0.0).count(), 5);
+    // A weight is that of its message's tokens, and 0 is no training.
+    let mut weighted = chat();
+    (weighted[1].weight, weighted[3].weight) = (0.0, 2.5);
+    let weighted = conversation(&tokenizer, &chatml, &weighted, &[]).unwrap();
+    let expected: Vec<f32> = some.weights.iter().map(|w| w * 2.5).collect();
+    assert_eq!((&weighted.ids, &weighted.weights), (&all.ids, &expected));
+    assert_eq!(weighted.turns, some.turns);
+    assert_eq!(all.turns.iter().map(|t| t.message).collect::<Vec<_>>(), [1, 3]);
+    assert_eq!(all.turns[1], some.turns[0]);
 }
 
 #[test]
@@ -121,18 +131,74 @@ fn a_template_that_is_not_prefix_stable_is_refused_by_message() {
          {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
     );
     assert!(error.starts_with("message 1: the chat template changes this turn"), "{error}");
-    // Asks otherwise than it answers.
+    // Says everything twice.
     let error = refused(
-        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}\
-         {% if add_generation_prompt %}assistant:<think>{% endif %}",
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.content }};{% endfor %}\
+         {% if add_generation_prompt %}<think>{% endif %}",
     );
     assert!(error.starts_with("message 1: the chat template writes this turn"), "{error}");
+    // Says something else.
+    let error = refused(
+        "{% for m in messages %}{{ m.role }}:{{ m.content | upper }};{% endfor %}\
+         {% if add_generation_prompt %}<think>{% endif %}",
+    );
+    assert!(error.starts_with("message 1: the chat template writes this turn"), "{error}");
+    // Says last what comes first.
+    let error = refused(
+        "{% for m in messages | reverse %}{{ m.role }}:{{ m.content }};{% endfor %}\
+         {% if add_generation_prompt %}<think>{% endif %}",
+    );
+    assert!(error.starts_with("message 3: the chat template writes this turn before"), "{error}");
     // Leaves the answer out.
     let error = refused(
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }};{% endif %}{% endfor %}",
     );
     assert!(error.starts_with("message 1: the chat template leaves this turn out"), "{error}");
     assert!(!error.contains('\n'));
+}
+
+/// What a template writes of earlier turns may differ from what it wrote when they were the last:
+/// what is trained on is found in the whole.
+#[test]
+fn f40_turns_are_found_where_a_template_rewrites_earlier_ones() {
+    let tokenizer = byte_bpe();
+    // As Qwen3 does it: reasoning is left out of all turns but the last.
+    let qwen3 = template(
+        &tokenizer,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}\
+         {% if m.role == 'assistant' and not loop.last %}\
+         {% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ c }}<|im_end|>\n\
+         {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let list = [
+        ("user", "a"),
+        ("assistant", "<think>hm</think>\nbb"),
+        ("user", "c"),
+        ("assistant", "<think>ha</think>\nd"),
+    ];
+    let got = conversation(&tokenizer, &qwen3, &messages(&list), &[]).unwrap();
+    assert_eq!(
+        marked(&tokenizer, &got),
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[bb<|im_end|>\n]\
+         <|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n\
+         [<think>ha</think>\nd<|im_end|>\n]"
+    );
+    // As DeepSeek-R1 does it: asks for reasoning that a closed conversation does not show.
+    let r1 = template(
+        &tokenizer,
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}\
+         {% if add_generation_prompt %}assistant:<think>{% endif %}",
+    );
+    let got = conversation(&tokenizer, &r1, &chat(), &[]).unwrap();
+    assert_eq!(marked(&tokenizer, &got), "user:a;assistant:[bb;]user:c;assistant:[d e;]");
+    // A template that takes no conversation that ends with the assistant, but this one.
+    let picky = template(
+        &tokenizer,
+        "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}\
+         {% for m in messages %}{{ m.content }};{% endfor %}",
+    );
+    let error = conversation(&tokenizer, &picky, &chat(), &[]).unwrap_err().to_string();
+    assert!(error.contains("refuses the conversation: too short"), "{error}");
 }
 
 #[test]

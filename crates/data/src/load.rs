@@ -1,49 +1,39 @@
-//! Training data: conversations, the tokens that carry loss, and windows that pack them.
+//! From files to examples.
 
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::{Error, Result};
+use crate::{Error, Example, Result};
 
-/// One sequence to learn from.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Example {
-    /// Its tokens, at least two.
-    pub tokens: Vec<u32>,
-    /// Per token, the weight of the loss of predicting it; the first token's is never used.
-    pub weights: Vec<f32>,
-}
-
-impl Example {
-    /// How many tokens carry loss.
-    pub fn labelled(&self) -> usize {
-        self.weights.iter().skip(1).filter(|&&w| w != 0.0).count()
-    }
-
-    /// The sum of the weights that count.
-    pub fn weight(&self) -> f64 {
-        self.weights.iter().skip(1).map(|&w| f64::from(w)).sum()
-    }
-}
-
-/// Sequences that go through one graph together. They do not see each other.
+/// How data are read.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub struct Window {
-    /// The sequences, one after the other.
+pub struct Options {
+    /// Rows of the windows that examples have to fit.
+    pub window: Option<usize>,
+}
+
+/// Data ready to be trained on.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Dataset {
+    /// The sequences, in the order of the files and their rows.
     pub examples: Vec<Example>,
 }
 
-impl Window {
-    /// The examples of these indices, as [`pack`] gives them.
-    pub fn of(examples: &[Example], indices: &[usize]) -> Window {
-        let chosen = indices.iter().filter_map(|&i| examples.get(i));
-        Window { examples: chosen.cloned().collect() }
+/// Reads data files, and renders each row with the chat template the model is served with.
+///
+/// # Errors
+/// Names the file, the row and the reason.
+pub fn load(
+    files: &[PathBuf],
+    _options: &Options,
+    tokenizer: &text::Tokenizer,
+    template: &text::ChatTemplate,
+) -> Result<Dataset> {
+    let mut examples = Vec::new();
+    for file in files {
+        examples.append(&mut read_jsonl(file, tokenizer, template)?);
     }
-
-    /// Rows they take: the last token of each is only predicted, never read.
-    pub fn rows(&self) -> usize {
-        self.examples.iter().map(|e| e.tokens.len().saturating_sub(1)).sum()
-    }
+    Ok(Dataset { examples })
 }
 
 /// The longest line of a data file, in bytes.
@@ -55,7 +45,7 @@ const LONGEST_LINE: u64 = 16 << 20;
 /// # Errors
 /// Names the file, the line and the reason: not readable, no JSON, no messages, a conversation
 /// the template refuses, nothing to learn from.
-pub fn read_jsonl(
+fn read_jsonl(
     path: &Path,
     tokenizer: &text::Tokenizer,
     template: &text::ChatTemplate,
@@ -115,39 +105,4 @@ fn parse(
         return Err("no token carries loss".into());
     }
     Ok(example)
-}
-
-/// Packs examples into windows of at most `rows` rows and `most` sequences, in the given order:
-/// each goes into the first window that has room. Returns the examples' indices per window.
-///
-/// # Errors
-/// Names the first example that does not fit a window alone.
-pub fn pack(
-    examples: &[Example],
-    order: &[usize],
-    rows: usize,
-    most: usize,
-) -> Result<Vec<Vec<usize>>> {
-    let mut windows: Vec<(usize, Vec<usize>)> = Vec::new();
-    for &i in order {
-        let Some(example) = examples.get(i) else { continue };
-        let need = example.tokens.len().saturating_sub(1);
-        if need == 0 || need > rows {
-            return Err(Error::Data(format!(
-                "example {} has {} tokens; a window takes 2 to {}; use a larger window",
-                i + 1,
-                example.tokens.len(),
-                rows + 1
-            )));
-        }
-        let room = windows.iter_mut().find(|(used, w)| used + need <= rows && w.len() < most);
-        match room {
-            Some((used, window)) => {
-                *used += need;
-                window.push(i);
-            }
-            None => windows.push((need, vec![i])),
-        }
-    }
-    Ok(windows.into_iter().map(|(_, w)| w).collect())
 }
