@@ -444,9 +444,9 @@ fn messages_of_blocks() {
              another type",
         ),
         (
-            blocks::quantize(TensorType::Q4K, &[0.0; 256], &mut [0; 144]),
-            "type Q4_K cannot be made from f32; expected F32, F16, BF16 or Q8_0; choose another \
-             type",
+            blocks::quantize(TensorType::Q3K, &[0.0; 256], &mut [0; 110]),
+            "type Q3_K cannot be made from f32; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
+             Q8_0, Q4_K, Q5_K or Q6_K; choose another type",
         ),
         (
             blocks::quantize(TensorType::F32, &[0.0; 2], &mut [0; 9]),

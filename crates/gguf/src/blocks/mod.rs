@@ -5,6 +5,7 @@
 //! equals ggml's `dequantize_row_*` (`ggml-quants.c`) in every bit.
 
 mod decode;
+mod encode;
 
 use half::{bf16, f16};
 
@@ -81,28 +82,77 @@ fn fill<const N: usize>(out: &mut [f32], bytes: &[u8], value: impl Fn([u8; N]) -
     }
 }
 
-/// Stores f32 values as one of the types that can be made here: F32, F16, BF16 and Q8_0; `out`
-/// is the whole blocks they take.
+/// The types that [`quantize`] makes.
+pub const QUANTIZABLE: [TensorType; 11] = [
+    TensorType::F32,
+    TensorType::F16,
+    TensorType::BF16,
+    TensorType::Q4_0,
+    TensorType::Q4_1,
+    TensorType::Q5_0,
+    TensorType::Q5_1,
+    TensorType::Q8_0,
+    TensorType::Q4K,
+    TensorType::Q5K,
+    TensorType::Q6K,
+];
+
+/// Stores f32 values as one of the types of [`QUANTIZABLE`]; `out` is the whole blocks they take.
+///
+/// Floats are rounded to nearest even and may become infinite. Blocks never hold anything that is
+/// not finite: values beyond their range become the nearest there is, and NaN becomes 0 (but for
+/// Q8_0, which is ggml's to the bit).
 ///
 /// # Errors
 /// The lengths do not match, or the type is another.
 pub fn quantize(ty: TensorType, values: &[f32], out: &mut [u8]) -> Result<(), Error> {
+    use TensorType as T;
     match ty {
-        TensorType::F32 => {
+        T::F32 => {
             check_lengths(ty, out.len(), values.len())?;
             for (out, x) in out.as_chunks_mut().0.iter_mut().zip(values) {
                 *out = x.to_le_bytes();
             }
             Ok(())
         }
-        TensorType::F16 => quantize_f16(values, out),
-        TensorType::BF16 => quantize_bf16(values, out),
-        TensorType::Q8_0 => quantize_q8_0(values, out),
-        _ => {
-            let (what, expected) = ("made from f32", "F32, F16, BF16 or Q8_0");
+        T::F16 => quantize_f16(values, out),
+        T::BF16 => quantize_bf16(values, out),
+        T::Q8_0 => quantize_q8_0(values, out),
+        T::Q4_0 => blocks(ty, values, out, encode::q4_0),
+        T::Q4_1 => blocks(ty, values, out, encode::q4_1),
+        T::Q5_0 => blocks(ty, values, out, encode::q5_0),
+        T::Q5_1 => blocks(ty, values, out, encode::q5_1),
+        T::Q4K => blocks(ty, values, out, encode::q4_k),
+        T::Q5K => blocks(ty, values, out, encode::q5_k),
+        T::Q6K => blocks(ty, values, out, encode::q6_k),
+        T::I32 | T::Q2K | T::Q3K | T::IQ4NL | T::IQ4XS | T::MXFP4 => {
+            let expected = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K";
+            let what = "made from f32";
             Err(ErrorKind::Conversion { ty: ty.name(), what, expected }.into())
         }
     }
+}
+
+/// Makes blocks of `L` values and `B` bytes, one after another.
+fn blocks<const L: usize, const B: usize>(
+    ty: TensorType,
+    values: &[f32],
+    out: &mut [u8],
+    encode: fn(&[f32; L], &mut [u8; B]) -> Option<()>,
+) -> Result<(), Error> {
+    check_lengths(ty, out.len(), values.len())?;
+    let (values, out) = (values.as_chunks().0, out.as_chunks_mut().0);
+    // The lengths of a format are its encoder's, so `None` does not occur.
+    values.iter().zip(out).try_for_each(|(values, out)| encode(values, out)).ok_or_else(|| {
+        ErrorKind::BlockLength {
+            ty: ty.name(),
+            bytes: B,
+            elements: L,
+            block_bytes: ty.block_bytes(),
+            block_len: ty.block_len(),
+        }
+        .into()
+    })
 }
 
 /// Quantizes to Q8_0, as ggml's `quantize_row_q8_0_ref` does: per 32 elements d = max|x| / 127,
