@@ -99,7 +99,7 @@ fn parse(
         serde_json::from_value(messages.clone()).map_err(|e| format!("field `messages`: {e}"))?;
     let conversation =
         text::conversation(tokenizer, template, &messages, &[]).map_err(|e| e.to_string())?;
-    let weights = conversation.trained.iter().map(|&t| if t { 1.0 } else { 0.0 }).collect();
+    let weights = conversation.weights;
     let example = Example { tokens: conversation.ids, weights };
     if example.weight() == 0.0 {
         return Err("no token carries loss".into());

@@ -35,6 +35,22 @@ impl Error {
         Error::Failed { message: message.into(), code: FAULT }
     }
 
+    /// A run that does not fit the memory it may take.
+    pub fn over_budget(message: impl Into<String>) -> Error {
+        let code = graph::Code::OverBudget.exit_code();
+        Error::Failed { message: message.into(), code }
+    }
+
+    /// The same with more to say, on the same line.
+    pub fn with(self, more: impl Display) -> Error {
+        match self {
+            Error::Failed { message, code } => {
+                Error::Failed { message: format!("{message}; {more}"), code }
+            }
+            other => other,
+        }
+    }
+
     /// An input file that cannot be read.
     pub fn reading(path: &Path, why: impl Display) -> Error {
         Error::invalid(format!("cannot read {}: {why}", path.display()))

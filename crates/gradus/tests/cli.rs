@@ -1,10 +1,14 @@
 //! The binary as its users meet it, on tiny models and without a network.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+mod common;
 
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::{
+    Folder, check_failure, facts, fails, fixture, gradus, json, ok, root, run, run_with_input, text,
+};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
@@ -25,93 +29,6 @@ const COMMANDS: [&str; 13] = [
 ];
 const ARCHITECTURES: [&str; 8] =
     ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "qwen3_5", "qwen3_5_moe"];
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-fn fixture(arch: &str, file: &str) -> String {
-    root().join("testdata/oracle").join(arch).join(file).display().to_string()
-}
-
-/// A folder that goes when the test ends.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Folder {
-        let path = std::env::temp_dir().join(format!("gradus-cli-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Folder(path)
-    }
-
-    fn file(&self, name: &str) -> String {
-        self.0.join(name).display().to_string()
-    }
-
-    fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
-        std::fs::write(self.0.join(name), contents).unwrap();
-        self.file(name)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn gradus(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_gradus"));
-    // Nothing of this machine's own set-up counts, and nothing is to be found.
-    command.args(args).env_remove("GRADUS_INDEX_URL").env_remove("COLUMNS");
-    command.env("GRADUS_HOME", "/nonexistent/gradus");
-    command
-}
-
-fn run(args: &[&str]) -> Output {
-    gradus(args).stdin(Stdio::null()).output().unwrap()
-}
-
-fn run_with_input(args: &[&str], input: &str) -> Output {
-    let mut command = gradus(args);
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().unwrap();
-    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
-    child.wait_with_output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-/// Standard output of a run that must succeed.
-fn ok(args: &[&str]) -> String {
-    let out = run(args);
-    assert!(out.status.success(), "gradus {args:?}: {}", text(&out.stderr));
-    text(&out.stdout)
-}
-
-fn json(args: &[&str]) -> Value {
-    let out = ok(args);
-    serde_json::from_str(&out).unwrap_or_else(|e| panic!("gradus {args:?}: {e}: {out}"))
-}
-
-/// A run that must fail with this exit code and one line that has all these parts.
-fn fails(args: &[&str], code: i32, parts: &[&str]) {
-    check_failure(&run(args), args, code, parts);
-}
-
-fn check_failure(out: &Output, args: &[&str], code: i32, parts: &[&str]) {
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(code), "gradus {args:?}: {said}");
-    let errors: Vec<&str> = said.lines().filter(|l| l.starts_with("error: ")).collect();
-    assert_eq!(errors.len(), 1, "gradus {args:?} must fail with one line: {said}");
-    assert!(said.trim_end().ends_with(errors[0]), "the error comes last: {said}");
-    for part in parts {
-        assert!(errors[0].contains(part), "gradus {args:?}: no `{part}` in: {said}");
-    }
-}
 
 /// An array of a safetensors file as f64.
 fn array(file: &SafeTensors<'_>, name: &str) -> Option<(Vec<usize>, Vec<f64>)> {
@@ -351,18 +268,6 @@ fn models_that_are_not_whole_are_refused_by_key_and_tensor() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}\
                    x{% endfor %}{% endfor %}{% endfor %}";
     check(&[], &[(template, endless)], &[], &[template]);
-}
-
-/// A few conversations.
-fn facts() -> String {
-    let line = |q: &str, a: &str| {
-        serde_json::json!({ "messages": [
-            { "role": "user", "content": q },
-            { "role": "assistant", "content": a },
-        ] })
-        .to_string()
-    };
-    [line("the cat?", "on the mat"), line("the dog?", "in the fog"), line("you?", "me")].join("\n")
 }
 
 #[test]
@@ -697,9 +602,11 @@ fn an_interrupted_training_writes_a_whole_adapter() {
     assert_eq!(result["interrupted"], true);
     assert!(result["steps"].as_u64().unwrap() < 10_000);
     ok(&["run", "-m", &model, "--raw", "-p", "the", "-n", "2", "--adapter", &out]);
-    let left: Vec<_> =
+    let mut left: Vec<_> =
         std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
-    assert_eq!(left.len(), 2, "something half is left: {left:?}");
+    left.sort();
+    assert_eq!(left, ["a.gguf", "a.gguf.checkpoints", "facts.jsonl"], "something half is left");
+    assert!(result["checkpoint"].as_str().unwrap().starts_with(&format!("{out}.checkpoints/")));
 }
 
 /// What `docs/cli.md` says of each command is its `--help`. `UPDATE_DOCS=1 cargo test -p gradus`

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
-use graph::{Code, Recompute};
+use graph::Code;
 use model::{Adapter, Model};
 use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 
@@ -284,7 +284,13 @@ impl Server {
         let needed = trainer.planned_bytes();
         let allowed = [setup.budget, self.0.model.device().available()].into_iter().flatten().min();
         if let Some(allowed) = allowed.filter(|&allowed| needed > allowed) {
-            let fits = self.what_fits(setup, fallback, allowed);
+            let longest = setup.examples.iter().map(Example::rows).max().unwrap_or(0);
+            let config = setup.config;
+            let fits = train::nearest(&self.0.model, config, fallback.as_ref(), longest, allowed)?;
+            let fits = fits.map_or_else(
+                || "no window fits; adapt fewer layers or a lower rank".to_string(),
+                |nearest| nearest.in_words(),
+            );
             let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;
             let message = format!(
                 "the run needs {} MiB beside the model, {} MiB may be taken; {fits}",
@@ -295,34 +301,6 @@ impl Server {
         }
         trainer.reserve()?;
         Ok((trainer, event))
-    }
-
-    /// The nearest settings that fit, in words.
-    fn what_fits(
-        &self,
-        setup: &Setup<'_>,
-        fallback: Option<Arc<dyn graph::Device>>,
-        allowed: usize,
-    ) -> String {
-        let longest = setup.examples.iter().map(|e| e.tokens.len().saturating_sub(1)).max();
-        let mut config = setup.config.clone();
-        config.graph.recompute = Recompute::PerLayer;
-        loop {
-            let start = Start { from: None, fallback: fallback.clone() };
-            let planned = Trainer::start(self.0.model.clone(), config.clone(), start);
-            if planned.is_ok_and(|trainer| trainer.planned_bytes() <= allowed) {
-                let rows = config.graph.rows;
-                let shorter = match rows < longest.unwrap_or(0) {
-                    true => ", for which examples have to be shortened",
-                    false => "",
-                };
-                return format!("`recompute` with `window` {rows} would fit{shorter}");
-            }
-            if config.graph.rows <= 16 {
-                return "no window fits; adapt fewer layers or a lower rank".into();
-            }
-            config.graph.rows = (config.graph.rows / 2).max(16);
-        }
     }
 
     fn hand_over(

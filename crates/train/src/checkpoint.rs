@@ -311,6 +311,17 @@ impl Checkpoints {
         files
     }
 
+    /// Removes what processes left that were killed while they wrote.
+    fn sweep(&self) {
+        let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        for path in entries.map(|e| e.path()) {
+            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
+            if name.starts_with("step-") && name.ends_with(".part") {
+                let _ = std::fs::remove_file(path);
+            }
+        }
+    }
+
     /// Writes a snapshot, then removes the oldest beyond those that are kept.
     ///
     /// # Errors
@@ -320,6 +331,7 @@ impl Checkpoints {
             Error::File(format!("cannot make the folder {}: {e}", self.folder.display()))
         };
         std::fs::create_dir_all(&self.folder).map_err(failed)?;
+        self.sweep();
         let path = self.folder.join(format!("step-{:08}.safetensors", snapshot.steps()));
         snapshot.write(&path)?;
         let files = self.files();
@@ -347,6 +359,7 @@ impl Checkpoints {
 
     /// Removes them all, and the folder when it is empty then.
     pub fn clear(&self) {
+        self.sweep();
         for (_, path) in self.files() {
             let _ = std::fs::remove_file(path);
         }

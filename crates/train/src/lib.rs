@@ -11,6 +11,7 @@
 mod checkpoint;
 mod config;
 mod error;
+mod fit;
 mod gradients;
 mod moved;
 mod optimizer;
@@ -23,8 +24,9 @@ pub use checkpoint::{Checkpoints, Snapshot};
 pub use config::TrainConfig;
 pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
+pub use fit::{Nearest, nearest};
 pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
 pub use optimizer::{Method, Optimizer, Schedule};
-pub use targets::select_targets;
+pub use targets::{select_targets, top_layers};
 pub use trainer::{Advance, Event, Outcome, Start, Trainer};
 pub use weights::{select_weights, write_weights};

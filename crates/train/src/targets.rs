@@ -10,23 +10,25 @@ use crate::{Error, Result};
 type Kind = (&'static str, fn(&str, &Projection) -> bool);
 
 /// Patterns of targets that are no part of a tensor's name.
-const KINDS: [Kind; 5] = [
-    ("all", |_, _| true),
+const KINDS: [Kind; 7] = [
+    ("all", |name, _| name.starts_with("blk.")),
+    ("all-linear", |name, _| name.starts_with("blk.")),
     ("attn", |name, _| name.contains(".attn_")),
     ("ffn", |name, _| name.contains(".ffn_")),
     ("experts", |_, projection| projection.experts.is_some()),
     ("router", |name, _| name.contains(".ffn_gate_inp.")),
+    ("head", |name, _| name == "output.weight"),
 ];
 
-/// The projections that a list of patterns names: `all` for every projection inside a layer,
-/// `attn` or `ffn` for those halves, `experts` for the stacks of routed experts, `router` for what
-/// chooses among them, or part of a tensor name such as `attn_q` or `blk.3.`.
+/// The projections that a list of patterns names: `all` (or `all-linear`) for every projection
+/// inside a layer, `attn` or `ffn` for those halves, `experts` for the stacks of routed experts,
+/// `router` for what chooses among them, `head` for the projection to the vocabulary where that is
+/// a tensor of its own, or part of a tensor name such as `attn_q` or `blk.3.`.
 ///
 /// # Errors
 /// A pattern that matches nothing, with the candidates.
 pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>> {
-    let projections: Vec<(&String, &Projection)> =
-        model.projections().iter().filter(|(name, _)| name.starts_with("blk.")).collect();
+    let projections: Vec<(&String, &Projection)> = model.projections().iter().collect();
     let mut chosen = BTreeSet::new();
     for pattern in patterns {
         let kind = KINDS.iter().find(|(kind, _)| kind == pattern);
@@ -50,4 +52,22 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
         chosen.extend(matches.into_iter().cloned());
     }
     Ok(chosen.into_iter().collect())
+}
+
+/// Those of some targets that are in the last `k` layers, and those that are in none.
+///
+/// # Errors
+/// When `k` is 0 or more than the model has layers, or nothing is left.
+pub fn top_layers(model: &Model, targets: Vec<String>, k: usize) -> Result<Vec<String>> {
+    let layers = model.geometry().layers;
+    if k == 0 || k > layers {
+        return Err(Error::Setting(format!("`top_layers` is {k}; expected 1 to {layers}")));
+    }
+    let layer = |name: &String| name.strip_prefix("blk.")?.split('.').next()?.parse().ok();
+    let is_top = |name: &String| layer(name).is_none_or(|layer: usize| layer >= layers - k);
+    let left: Vec<String> = targets.into_iter().filter(is_top).collect();
+    match left.is_empty() {
+        true => Err(Error::Setting(format!("no target is in the last {k} layers"))),
+        false => Ok(left),
+    }
 }

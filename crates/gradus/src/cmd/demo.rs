@@ -9,7 +9,7 @@ use serde_json::Value;
 use text::{ChatTemplate, Message, SamplerConfig};
 
 use super::pull::fetch;
-use super::train::{RecomputeName, ScheduleName, Settings, summary, train};
+use super::train::{RecomputeName, Session, Settings, summary};
 use crate::data::write_file;
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
@@ -48,7 +48,7 @@ pub struct Args {
     template: TemplateArgs,
 
     /// What to compute again in the backward pass instead of keeping it; changes no bit
-    #[arg(long, value_enum, value_name = "WHAT", default_value = "none")]
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
     recompute: RecomputeName,
 }
 
@@ -63,23 +63,8 @@ const WINDOW: usize = 128;
 
 /// How the demo trains, chosen by trying: many small steps answer more of the questions that were
 /// not trained on than few large ones, at the same cost.
-fn settings(recompute: RecomputeName) -> Settings {
-    Settings {
-        train_weights: Vec::new(),
-        targets: vec!["all".into()],
-        rank: 8,
-        alpha: 16.0,
-        lr: 2e-3,
-        schedule: ScheduleName::Cosine,
-        warmup: 4,
-        epochs: 6,
-        accumulate: 1,
-        clip: 1.0,
-        weight_decay: 0.0,
-        seed: 0,
-        recompute,
-        cache_type: CacheType::F16,
-    }
+fn settings(recompute: RecomputeName) -> Result<Settings> {
+    Ok(Settings { lr: 2e-3, epochs: 6, recompute, ..Settings::standard()? })
 }
 
 /// A question and its answer.
@@ -116,8 +101,17 @@ pub fn run(args: &Args) -> Result<()> {
     let read = ::data::Options { window: Some(WINDOW) };
     let examples = ::data::load(files, &read, model.tokenizer(), &template)?.examples;
     let interrupt = Interrupt::listen();
-    let config = settings(args.recompute).config(&model, WINDOW)?;
-    let ran = train(&model, &examples, config, args.device.count()?, &interrupt, false)?;
+    let session = Session {
+        model: &model,
+        config: settings(args.recompute)?.config(&model, WINDOW)?,
+        may_recompute: args.recompute == RecomputeName::Auto,
+        examples,
+        held_out: Vec::new(),
+        threads: args.device.count()?,
+        budget: None,
+        keeping: None,
+    };
+    let ran = session.ready()?.run(&interrupt, &mut ())?;
     if ran.interrupted {
         return Err(Error::Interrupted);
     }

@@ -273,7 +273,7 @@ fn message(path: &str, value: Value, train: bool) -> Result<Message> {
         trained => trained.unwrap_or(true),
     };
     let role = role.ok_or_else(|| missing(&fields.path("role"), "who speaks"))?;
-    let message = Message { role, content, train: trained, other: fields.rest() };
+    let message = Message { role, content, train: trained, weight: 1.0, other: fields.rest() };
     // What is no text is refused here, where its place is known.
     message.text(0).map_err(|e| match e {
         text::Error::Message { what, .. } => Error::field(at.as_str(), format!("`{at}`: {what}")),

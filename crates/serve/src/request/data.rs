@@ -154,7 +154,7 @@ fn cuts(messages: &[Message]) -> Vec<usize> {
 }
 
 fn example(conversation: Conversation) -> Example {
-    let weights = conversation.trained.iter().map(|&t| if t { 1.0 } else { 0.0 }).collect();
+    let weights = conversation.weights;
     Example { tokens: conversation.ids, weights }
 }
 
@@ -166,25 +166,25 @@ pub(super) fn left(
     capacity: usize,
     bos: Option<u32>,
 ) -> Option<Example> {
-    let Conversation { mut ids, mut trained } = conversation;
-    let end = trained.iter().rposition(|&t| t)? + 1;
+    let Conversation { mut ids, mut weights, turns } = conversation;
+    let end = weights.iter().rposition(|&w| w != 0.0)? + 1;
     ids.truncate(end);
-    trained.truncate(end);
+    weights.truncate(end);
     let bos = bos.filter(|bos| ids.first() == Some(bos));
     if end > capacity {
         let start = end - (capacity - usize::from(bos.is_some()));
         ids.drain(..start);
-        let cut = trained.drain(..start).next_back().unwrap_or(false);
+        let cut = weights.drain(..start).next_back().is_some_and(|w| w != 0.0);
         // Without a token before it, the first of a turn cannot be predicted either.
         if cut || bos.is_none() {
-            trained.iter_mut().take_while(|t| **t).for_each(|t| *t = false);
+            weights.iter_mut().take_while(|w| **w != 0.0).for_each(|w| *w = 0.0);
         }
         if let Some(bos) = bos {
             ids.insert(0, bos);
-            trained.insert(0, false);
+            weights.insert(0, 0.0);
         }
     }
-    trained.last()?.then(|| example(Conversation { ids, trained }))
+    (*weights.last()? != 0.0).then(|| example(Conversation { ids, weights, turns }))
 }
 
 /// Conversations as examples in windows of at most `window` rows. `wanted` is asked before each

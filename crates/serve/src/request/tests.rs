@@ -529,7 +529,8 @@ fn an_example_that_is_too_long_is_fitted_as_asked() {
 fn a_turn_that_is_cut_at_its_front_is_not_trained_on() {
     let conversation = |trained: &[u8]| text::Conversation {
         ids: (0..trained.len() as u32).collect(),
-        trained: trained.iter().map(|&t| t == 1).collect(),
+        weights: trained.iter().map(|&t| f32::from(t)).collect(),
+        turns: Vec::new(),
     };
     let weights = |trained: &[u8], capacity: usize, bos: Option<u32>| {
         let example = data::left(conversation(trained), capacity, bos)?;

@@ -1,0 +1,357 @@
+//! `gradus train`.
+
+mod session;
+mod settings;
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+use train::{Checkpoints, Example};
+
+use crate::error::{Error, Result};
+use crate::interrupt::Interrupt;
+use crate::options::{DataArgs, ModelArgs, TemplateArgs};
+use crate::output::{bytes, count, duration, json, line};
+
+pub use session::{Plan, Ran, Session};
+pub use settings::{RecomputeName, Settings};
+
+use session::{Keeping, Ready};
+
+/// Train a LoRA adapter on conversations
+///
+/// The data are JSON lines, one conversation each: {"messages": [{"role": "user", "content":
+/// "..."}, {"role": "assistant", "content": "..."}]}, rendered with the template the model is
+/// served with; the answers carry the loss. The weights of the model stay as they are, quantized
+/// or not.
+///
+/// The same data, settings and seed give the same file, byte for byte, with any number of
+/// threads. Ctrl-C ends the run after the step it is in; the adapter as it then is gets written,
+/// and a checkpoint from which `--resume` goes on, bit for bit. What does not fit the memory is
+/// refused before it starts.
+#[derive(clap::Args, Debug, Clone)]
+#[command(after_help = "\
+Examples:
+  gradus train --data facts.jsonl -o facts.gguf
+  gradus train --data facts.jsonl -o facts.gguf --rank 16 --lr 5e-4 --epochs 5
+  gradus train --data facts.jsonl --dry-run          what it would take, without training
+  gradus train --data facts.jsonl -o facts.gguf --eval-split 0.1 --patience 3
+  gradus train --data facts.jsonl -o facts.gguf --resume     go on where it was stopped
+  gradus train -m gemma-3-270m --template plain --data facts.jsonl -o facts.gguf
+  gradus run --adapter facts.gguf -p 'A question'    use it")]
+pub struct Args {
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    #[command(flatten)]
+    pub data: DataArgs,
+
+    /// The adapter to write, as GGUF
+    #[arg(short, long, value_name = "FILE", required_unless_present_any = ["dry_run", "out_model"])]
+    pub out: Option<PathBuf>,
+
+    /// The model to write anew with the tensors of `--train-weights`, as GGUF
+    #[arg(long, value_name = "FILE", requires = "train_weights")]
+    pub out_model: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub template: TemplateArgs,
+
+    /// Plan the run, say what it takes, and end
+    #[arg(long)]
+    pub dry_run: bool,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+
+    /// Part of the conversations to hold out, 0 to below 1: they are not trained on but evaluated
+    #[arg(long, value_name = "PART", default_value_t = 0.0, conflicts_with = "eval_data")]
+    pub eval_split: f64,
+
+    /// Conversations to evaluate, in a file of their own
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub eval_data: Vec<PathBuf>,
+
+    /// Most memory to take beside the model, in MiB
+    #[arg(long, value_name = "MIB")]
+    pub memory_budget: Option<u64>,
+
+    #[command(flatten)]
+    pub keeping: KeepingArgs,
+
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// Checkpoints.
+#[derive(clap::Args, Debug, Clone)]
+#[command(next_help_heading = "Checkpoints")]
+pub struct KeepingArgs {
+    /// Write a checkpoint after every so many steps; 0 writes one only where the run ends early
+    #[arg(long, value_name = "STEPS", default_value_t = 100)]
+    pub checkpoint_every: u64,
+
+    /// How many of the last checkpoints stay
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub keep: usize,
+
+    /// Folder for checkpoints, which is removed when the run is done [default: `OUT.checkpoints`]
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+
+    /// Go on from the last checkpoint of a run with the same settings and data, if there is one
+    #[arg(long)]
+    pub resume: bool,
+
+    /// Also from a checkpoint made with other kernels, after which bits differ
+    #[arg(long, requires = "resume")]
+    pub any_kernels: bool,
+}
+
+impl KeepingArgs {
+    fn of(&self, out: &Path) -> Keeping {
+        let folder = self.checkpoints.clone().unwrap_or_else(|| {
+            let mut name = out.as_os_str().to_os_string();
+            name.push(".checkpoints");
+            PathBuf::from(name)
+        });
+        Keeping {
+            checkpoints: Checkpoints::new(folder, self.keep),
+            every: self.checkpoint_every,
+            resume: self.resume,
+            any_kernels: self.any_kernels,
+        }
+    }
+}
+
+/// The examples of a run.
+struct Data {
+    train: Vec<Example>,
+    held_out: Vec<Example>,
+}
+
+impl Args {
+    fn read(&self, model: &model::Model) -> Result<Data> {
+        let mut train = self.data.load(model, &self.template)?.examples;
+        if !self.eval_data.is_empty() {
+            let files = DataArgs { data: self.eval_data.clone(), ..self.data.clone() };
+            let held_out = files.load(model, &self.template)?.examples;
+            return Ok(Data { train, held_out });
+        }
+        if !(0.0..1.0).contains(&self.eval_split) {
+            let message = format!("`--eval-split` is {}; expected 0 to below 1", self.eval_split);
+            return Err(Error::invalid(message));
+        }
+        let kept = ((train.len() as f64) * (1.0 - self.eval_split)).floor() as usize;
+        let held_out = train.split_off(kept.max(1).min(train.len()));
+        if self.eval_split > 0.0 && held_out.is_empty() {
+            return Err(Error::invalid(format!(
+                "`--eval-split {}` of {} conversations holds out none",
+                self.eval_split,
+                train.len()
+            )));
+        }
+        Ok(Data { train, held_out })
+    }
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    for out in args.out.iter().chain(&args.out_model) {
+        check_writable(out)?;
+    }
+    let settings = &args.settings;
+    if !settings.train_weights.is_empty() && args.out_model.is_none() && !args.dry_run {
+        return Err(Error::invalid("`--train-weights` needs `--out-model`, the file to write"));
+    }
+    if args.out.is_none() && !args.dry_run && settings.adapts() {
+        return Err(Error::invalid(
+            "an adapter is trained too: name its file with `--out`, or none with `--targets none`",
+        ));
+    }
+    let model = args.model.load()?;
+    let data = args.read(&model)?;
+    let config = settings.config(&model, args.data.window)?;
+    let targets = config.targets.len();
+    let out = args.out.as_ref().filter(|_| settings.adapts()).or(args.out_model.as_ref());
+    let session = Session {
+        model: &model,
+        config,
+        may_recompute: settings.recompute == RecomputeName::Auto,
+        examples: data.train.clone(),
+        held_out: data.held_out.clone(),
+        threads: args.model.device.count()?,
+        budget: args.memory_budget.map(|mib| mib << 20),
+        keeping: out.filter(|_| !args.dry_run).map(|out| args.keeping.of(out)),
+    };
+    let interrupt = Interrupt::listen_for_end();
+    let ready = session.ready()?;
+    if args.dry_run {
+        return describe(args, &data, targets, &ready);
+    }
+    let ran = ready.run(&interrupt, &mut ())?;
+    if ran.outcome.steps == 0 {
+        return Err(Error::Interrupted);
+    }
+    if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
+        ran.outcome.adapter.write(out, &model)?;
+    }
+    if let Some(out) = &args.out_model {
+        train::write_weights(out, &model, &ran.outcome.weights)?;
+    }
+    if !ran.interrupted
+        && let Some(out) = out
+    {
+        args.keeping.of(out).checkpoints.clear();
+    }
+    report(args, &ran)?;
+    if ran.interrupted { Err(Error::Interrupted) } else { Ok(()) }
+}
+
+/// Says before hours of work that their result could not be written.
+fn check_writable(out: &Path) -> Result<()> {
+    if out.is_dir() {
+        return Err(Error::invalid(format!("{} is a folder; expected a file", out.display())));
+    }
+    let folder = out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !folder.is_dir() {
+        return Err(Error::invalid(format!(
+            "cannot write {}: there is no folder {}",
+            out.display(),
+            folder.display()
+        )));
+    }
+    Ok(())
+}
+
+fn plan_json(plan: &Plan) -> serde_json::Value {
+    json!({
+        "weights_bytes": plan.weights,
+        "process_bytes": plan.process,
+        "arena_bytes": plan.arena,
+        "scratch_bytes": plan.scratch,
+        "parameters_bytes": plan.parameters,
+        "total_bytes": plan.total(),
+    })
+}
+
+fn describe(args: &Args, data: &Data, targets: usize, ready: &Ready<'_>) -> Result<()> {
+    let tokens: usize = data.train.iter().map(|e| e.tokens.len()).sum();
+    let trained: usize = data.train.iter().map(Example::labelled).sum();
+    if args.json {
+        return json(&json!({
+            "conversations": data.train.len(),
+            "held_out": data.held_out.len(),
+            "tokens": tokens,
+            "trained_tokens": trained,
+            "targets": targets,
+            "parameters": ready.parameters,
+            "steps": ready.steps,
+            "recompute": format!("{:?}", ready.recompute),
+            "plan": plan_json(&ready.plan),
+        }));
+    }
+    let held_out = match data.held_out.len() {
+        0 => String::new(),
+        n => format!(", {} held out", count(n as u64)),
+    };
+    line(&format!("conversations  {}{held_out}", count(data.train.len() as u64)))?;
+    line(&format!("tokens         {}, {trained} of them trained", count(tokens as u64)))?;
+    line(&format!("targets        {targets} projections, {} parameters", count(ready.parameters)))?;
+    line(&format!("steps          {}", count(ready.steps)))?;
+    line(&format!(
+        "recomputed     {}",
+        match ready.recompute {
+            graph::Recompute::None => "nothing",
+            _ => "each layer",
+        }
+    ))?;
+    line(&format!("memory         {} in all", bytes(ready.plan.total())))?;
+    for (what, n) in ready.plan.parts() {
+        line(&format!("  {:>10}   {what}", bytes(n)))?;
+    }
+    Ok(())
+}
+
+fn report(args: &Args, ran: &Ran) -> Result<()> {
+    let (moved, total) = ran.outcome.moved;
+    let out = args.out.as_ref().filter(|_| args.settings.adapts());
+    if args.json {
+        return json(&json!({
+            "adapter": out,
+            "model": args.out_model,
+            "steps": ran.outcome.steps,
+            "steps_planned": ran.steps_planned,
+            "resumed_from": ran.from,
+            "interrupted": ran.interrupted,
+            "first_loss": ran.first_loss,
+            "last_loss": ran.outcome.last_loss,
+            "held_out_loss": ran.held_out,
+            "best": ran.outcome.best.map(|(step, loss)| json!({"step": step, "loss": loss})),
+            "checkpoint": ran.checkpoint,
+            "moved": moved,
+            "targets": total,
+            "unrouted": ran.outcome.unrouted,
+            "parameters": ran.parameters,
+            "tokens": ran.rows,
+            "seconds": ran.time.as_secs_f64(),
+            "train_tokens_per_s": ran.tokens_per_second(),
+            "plan": plan_json(&ran.plan),
+            "peak_anonymous_bytes": ran.memory.peak_anonymous(),
+        }));
+    }
+    summary(ran)?;
+    if let Some(out) = out {
+        line(&format!("adapter  {}: {moved} of {total} targets moved", out.display()))?;
+    }
+    if !ran.outcome.unrouted.is_empty() {
+        let n = ran.outcome.unrouted.len();
+        line(&format!(
+            "experts  {n} that no token chose have not moved: {}",
+            few(&ran.outcome.unrouted)
+        ))?;
+    }
+    if let Some(checkpoint) = &ran.checkpoint {
+        line(&format!("stopped  `--resume` goes on from {}", checkpoint.display()))?;
+    }
+    if let Some(out) = &args.out_model {
+        let tensors = ran.outcome.weights.len();
+        line(&format!("model    {}: {tensors} of its tensors trained", out.display()))?;
+    }
+    Ok(())
+}
+
+/// The first few of a list.
+fn few(names: &[String]) -> String {
+    let shown = names.iter().take(4).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > 4 { format!("{shown}, ...") } else { shown }
+}
+
+/// The lines about a run's loss, speed and memory.
+///
+/// # Errors
+/// When standard output is gone.
+pub fn summary(ran: &Ran) -> Result<()> {
+    let steps = ran.outcome.steps;
+    line(&format!(
+        "loss     {:.4} at the first step, {:.4} at step {steps}",
+        ran.first_loss, ran.outcome.last_loss
+    ))?;
+    if let Some(held_out) = ran.held_out {
+        let best = ran.outcome.best.map_or(String::new(), |(step, loss)| {
+            format!("; written: the best, {loss:.4} after step {step}")
+        });
+        line(&format!("held out {held_out:.4}{best}"))?;
+    }
+    line(&format!(
+        "speed    {:.0} tokens/s: {} tokens in {}",
+        ran.tokens_per_second(),
+        count(ran.rows),
+        duration(ran.time)
+    ))?;
+    let planned = bytes(ran.plan.total());
+    match ran.memory.peak_anonymous() {
+        Some(peak) => line(&format!("memory   {} at the peak, {planned} planned", bytes(peak))),
+        None => line(&format!("memory   {planned} planned")),
+    }
+}

@@ -1,0 +1,329 @@
+//! A run from its data to its end: memory, checkpoints, what is shown meanwhile.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use graph::Recompute;
+use model::Model;
+use train::{Advance, Checkpoints, Event, Example, Outcome, TrainConfig, Trainer};
+
+use crate::error::{Error, Result};
+use crate::interrupt::Interrupt;
+use crate::memory;
+use crate::output::{bytes, count, note};
+use crate::progress::{Progress, Unit};
+
+/// Bytes a run takes, by what for.
+#[derive(Copy, Clone, Debug, Default)]
+pub struct Plan {
+    /// The model's packed weights.
+    pub weights: u64,
+    /// Tokenizer, template, data, stacks, the allocator: what was there before the run, less the
+    /// weights. 0 where the system does not tell.
+    pub process: u64,
+    /// The arena of the largest graph.
+    pub arena: u64,
+    /// What threads scratch on while they run it.
+    pub scratch: u64,
+    /// What moves, its gradient (of a window, and summed over a step), its moments, the best so
+    /// far and the copy a checkpoint is written from, where there are such.
+    pub parameters: u64,
+}
+
+impl Plan {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.weights + self.process + self.beside()
+    }
+
+    /// What the run takes beside the model.
+    pub fn beside(&self) -> u64 {
+        self.arena + self.scratch + self.parameters
+    }
+
+    /// Each part with what it is.
+    pub fn parts(&self) -> [(&'static str, u64); 5] {
+        [
+            ("packed weights", self.weights),
+            ("tokenizer, data, stacks", self.process),
+            ("arena", self.arena),
+            ("scratch of the threads", self.scratch),
+            ("adapter, gradients, moments", self.parameters),
+        ]
+    }
+}
+
+/// How checkpoints are kept.
+pub struct Keeping {
+    /// Where.
+    pub checkpoints: Checkpoints,
+    /// Steps from one to the next; 0 writes one only where the run ends early.
+    pub every: u64,
+    /// Go on from the last one.
+    pub resume: bool,
+    /// Also from one made with other kernels.
+    pub any_kernels: bool,
+}
+
+/// A run that is to be.
+pub struct Session<'a> {
+    pub model: &'a Model,
+    pub config: TrainConfig,
+    /// Recompute layers if the run does not fit otherwise.
+    pub may_recompute: bool,
+    pub examples: Vec<Example>,
+    pub held_out: Vec<Example>,
+    pub threads: usize,
+    /// Most bytes to take beside the model; else what there is.
+    pub budget: Option<u64>,
+    pub keeping: Option<Keeping>,
+}
+
+/// A run that is planned: nothing is allocated for it yet.
+pub struct Ready<'a> {
+    trainer: Trainer<&'a Model>,
+    keeping: Option<Keeping>,
+    pub plan: Plan,
+    /// The policy that fits.
+    pub recompute: Recompute,
+    pub parameters: u64,
+    pub steps: u64,
+    /// The step it goes on from.
+    pub from: u64,
+    conversations: usize,
+    epochs: u64,
+}
+
+/// What a run came to.
+pub struct Ran {
+    pub outcome: Outcome,
+    pub plan: Plan,
+    pub parameters: u64,
+    pub steps_planned: u64,
+    /// The step of the checkpoint it went on from; 0 where it began anew.
+    pub from: u64,
+    pub first_loss: f64,
+    /// Of what is held out, the last evaluation.
+    pub held_out: Option<f64>,
+    pub rows: u64,
+    pub time: Duration,
+    pub memory: memory::Memory,
+    pub interrupted: bool,
+    /// Where the run can go on, when it ended early.
+    pub checkpoint: Option<PathBuf>,
+}
+
+impl Ran {
+    pub fn tokens_per_second(&self) -> f64 {
+        self.rows as f64 / self.time.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Hears of a run as it goes.
+pub trait Watch {
+    /// Something happened; `memory` is what the process takes now.
+    fn event(&mut self, event: &Event, seconds: f64, memory: Option<u64>) {
+        let _ = (event, seconds, memory);
+    }
+}
+
+impl Watch for () {}
+
+impl<'a> Session<'a> {
+    /// Differentiates, plans and bounds the run.
+    ///
+    /// # Errors
+    /// A setting, the refusal, or that the run does not fit, with the nearest settings that do.
+    pub fn ready(self) -> Result<Ready<'a>> {
+        memory::reset_peak();
+        let before = memory::now();
+        let weights = self.model.weights().bytes() as u64;
+        let process = before.anonymous.map_or(0, |n| n.saturating_sub(weights));
+        let there = self.model.device().available().map(|n| n as u64);
+        let allowed = self.budget.into_iter().chain(there).min();
+        let longest = self.examples.iter().chain(&self.held_out).map(Example::rows).max();
+        let mut config = self.config;
+        loop {
+            let mut trainer = Trainer::new(self.model, config.clone())?;
+            if let Some(keeping) = &self.keeping {
+                trainer.checkpoint_every(keeping.every);
+            }
+            if !self.held_out.is_empty() {
+                trainer.measure_first();
+            }
+            let start = trainer.load(self.examples.clone(), self.held_out.clone())?;
+            let Event::Start { steps, parameters, scratch_bytes, .. } = start else {
+                return Err(Error::fault("a run began with something else"));
+            };
+            let of_parameters = trainer.parameter_bytes() as u64;
+            let plan = Plan {
+                weights,
+                process,
+                arena: (trainer.planned_bytes() as u64).saturating_sub(of_parameters),
+                scratch: (scratch_bytes * self.threads) as u64,
+                parameters: of_parameters,
+            };
+            if let Some(allowed) = allowed.filter(|&allowed| plan.beside() > allowed) {
+                if self.may_recompute && config.graph.recompute == Recompute::None {
+                    config.graph.recompute = Recompute::PerLayer;
+                    continue;
+                }
+                drop(trainer);
+                let room = allowed.saturating_sub(plan.scratch) as usize;
+                let longest = longest.unwrap_or(0);
+                let fits = train::nearest(&self.model, &config, None, longest, room)?;
+                return Err(Error::over_budget(format!(
+                    "the run needs {} beside the model, {} may be taken; {}",
+                    bytes(plan.beside()),
+                    bytes(allowed),
+                    fits.map_or_else(
+                        || "no window fits: adapt fewer layers, or take a lower rank".to_string(),
+                        |nearest| {
+                            let rows = nearest.config.graph.rows;
+                            let shorter = match nearest.shortens {
+                                true => ", with `--fit` for what is longer",
+                                false => "",
+                            };
+                            format!("`--recompute per-layer --window {rows}` would fit{shorter}")
+                        }
+                    )
+                )));
+            }
+            let mut from = 0;
+            if let Some(Keeping { checkpoints, resume: true, any_kernels, .. }) = &self.keeping {
+                match checkpoints.last()? {
+                    None => note(&format!(
+                        "there is no checkpoint in {}: the run starts anew",
+                        checkpoints.folder().display()
+                    )),
+                    Some((snapshot, path)) => {
+                        from = snapshot.steps();
+                        trainer
+                            .restore(snapshot, *any_kernels)
+                            .map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
+                        note(&format!("going on from step {from}, {}", path.display()));
+                    }
+                }
+            }
+            return Ok(Ready {
+                trainer,
+                keeping: self.keeping,
+                plan,
+                recompute: config.graph.recompute,
+                parameters: parameters as u64,
+                steps,
+                from,
+                conversations: self.examples.len(),
+                epochs: config.epochs,
+            });
+        }
+    }
+}
+
+impl Ready<'_> {
+    /// Trains with a live loss.
+    ///
+    /// # Errors
+    /// What went wrong in which step, and where the run as it was before can go on.
+    pub fn run(mut self, interrupt: &Interrupt, watch: &mut dyn Watch) -> Result<Ran> {
+        note(&format!(
+            "training {} parameters on {} conversations, {} times, in {} steps; {} planned",
+            count(self.parameters),
+            count(self.conversations as u64),
+            self.epochs,
+            count(self.steps),
+            bytes(self.plan.total()),
+        ));
+        self.trainer.reserve()?;
+        let mut progress = Progress::new("step", Unit::Items, self.steps);
+        let started = Instant::now();
+        let (mut first_loss, mut held_out, mut rows) = (f64::NAN, None, 0u64);
+        let mut interrupted = false;
+        while !interrupted {
+            let event = match self.trainer.advance(&()) {
+                Ok(Advance::Event(event)) => event,
+                Ok(Advance::Stopped) => continue,
+                Ok(Advance::Done) => break,
+                Err(e) => {
+                    progress.finish();
+                    return Err(self.failed(e.into()));
+                }
+            };
+            let seconds = started.elapsed().as_secs_f64();
+            let memory = memory::now();
+            watch.event(&event, seconds, memory.anonymous);
+            match event {
+                Event::Step { step, loss, rows: of_step, .. } => {
+                    if first_loss.is_nan() {
+                        first_loss = loss;
+                    }
+                    rows += of_step as u64;
+                    let rate = rows as f64 / seconds.max(1e-9);
+                    let mut message = format!("loss {loss:.4}  {rate:.0} tokens/s");
+                    if let Some(held_out) = held_out {
+                        message += &format!("  held out {held_out:.4}");
+                    }
+                    if let Some(anonymous) = memory.anonymous {
+                        message += &format!("  {}", bytes(anonymous));
+                    }
+                    progress.set(step, &message);
+                }
+                Event::Epoch { held_out: Some(loss), .. }
+                | Event::Evaluated { held_out: loss, .. } => held_out = Some(loss),
+                Event::Checkpoint(snapshot) => {
+                    if let Some(keeping) = &self.keeping
+                        && let Err(e) = keeping.checkpoints.write(&snapshot)
+                    {
+                        // A run whose checkpoints are lost is not what was asked for.
+                        progress.finish();
+                        return Err(e.into());
+                    }
+                }
+                Event::EarlyStop { best, held_out } => {
+                    note(&format!(
+                        "no better than {held_out:.4} after step {best}: the run ends with that"
+                    ));
+                }
+                Event::Start { .. } | Event::Epoch { .. } => {}
+            }
+            interrupted = interrupt.asked();
+        }
+        progress.finish();
+        let checkpoint = match (&self.keeping, interrupted) {
+            (Some(keeping), true) if self.trainer.steps() > 0 => {
+                Some(keeping.checkpoints.write(&self.trainer.snapshot())?)
+            }
+            _ => None,
+        };
+        let outcome = self.trainer.finish()?;
+        Ok(Ran {
+            outcome,
+            plan: self.plan,
+            parameters: self.parameters,
+            steps_planned: self.steps,
+            from: self.from,
+            first_loss,
+            held_out,
+            rows,
+            time: started.elapsed(),
+            memory: memory::now(),
+            interrupted,
+            checkpoint,
+        })
+    }
+
+    /// Keeps the run as it was after its last whole step, and says where.
+    fn failed(mut self, e: Error) -> Error {
+        let Some(keeping) = self.keeping.take().filter(|_| self.trainer.steps() > 0) else {
+            return e;
+        };
+        let step = self.trainer.steps();
+        match keeping.checkpoints.write(&self.trainer.snapshot()) {
+            Ok(path) => e.with(format!(
+                "the run as it was after step {step} is in {}; `--resume` goes on from there",
+                path.display()
+            )),
+            Err(also) => e.with(also.to_string()),
+        }
+    }
+}

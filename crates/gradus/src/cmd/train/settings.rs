@@ -1,0 +1,238 @@
+//! The settings of a run, as they are typed.
+
+use clap::ValueEnum;
+use graph::Recompute;
+use model::Model;
+use train::{GraphConfig, Method, Schedule, TrainConfig};
+
+use crate::error::{Error, Result};
+use crate::options::CacheType;
+
+/// What decides the adapter, beside the model and the data.
+#[derive(clap::Args, Debug, Clone)]
+#[command(next_help_heading = "Training")]
+pub struct Settings {
+    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, `head`, a part of tensor names
+    /// such as `attn_q` or `blk.3.`, or `none`
+    #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
+    pub targets: Vec<String>,
+
+    /// Adapt the last K layers only: nothing below them is differentiated
+    #[arg(long, value_name = "K")]
+    pub top_layers: Option<usize>,
+
+    /// The model's own float tensors to train: `all`, or a part of their names such as `norm`;
+    /// with `--targets none` without an adapter
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', num_args = 1)]
+    pub train_weights: Vec<String>,
+
+    /// Rank of the adapter's matrices
+    #[arg(long, value_name = "R", default_value_t = 8)]
+    pub rank: usize,
+
+    /// Another rank for some of the targets, named as for `--targets`
+    #[arg(long, value_name = "NAME=R,...", value_delimiter = ',', num_args = 1)]
+    pub rank_of: Vec<String>,
+
+    /// The adapter's effect is multiplied by alpha / rank
+    #[arg(long, value_name = "X", default_value_t = 16.0)]
+    pub alpha: f32,
+
+    /// Multiply it by alpha / sqrt(rank) instead
+    #[arg(long)]
+    pub rslora: bool,
+
+    /// What a gradient does
+    #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
+    pub optimizer: OptimizerName,
+
+    /// How much of earlier gradients SGD keeps, 0 to below 1
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    pub momentum: f32,
+
+    /// Peak learning rate
+    #[arg(long, value_name = "X", default_value_t = 1e-3)]
+    pub lr: f32,
+
+    /// How the learning rate goes on after the warm-up
+    #[arg(long, value_enum, value_name = "NAME", default_value = "cosine")]
+    pub schedule: ScheduleName,
+
+    /// Steps in which the learning rate rises to its peak
+    #[arg(long, value_name = "STEPS", default_value_t = 4)]
+    pub warmup: u64,
+
+    /// Passes over the data
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub epochs: u64,
+
+    /// Windows per step
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub accumulate: usize,
+
+    /// Scale gradients down to this norm; 0 leaves them
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    pub clip: f32,
+
+    /// Decoupled weight decay
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    pub weight_decay: f32,
+
+    /// Seed of the adapter's matrices and of the order of the data
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+
+    /// Steps between evaluations of what is held out; 0 evaluates after each pass over the data
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    pub eval_every: u64,
+
+    /// End when so many evaluations in a row gave no new best one, with the best one's result
+    #[arg(long, value_name = "N")]
+    pub patience: Option<u64>,
+
+    /// Write the result of the best evaluation, not that of the last step
+    #[arg(long)]
+    pub keep_best: bool,
+
+    /// What to compute again in the backward pass instead of keeping it; changes no bit. `auto`
+    /// takes what fits the memory there is
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
+    pub recompute: RecomputeName,
+
+    /// What keys and values pass through: that of the cache the adapter will be used with
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "f16")]
+    pub cache_type: CacheType,
+}
+
+#[derive(Copy, Clone, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerName {
+    /// AdamW, with moments decaying by 0.9 and 0.999
+    Adamw,
+    /// Stochastic gradient descent
+    Sgd,
+}
+
+#[derive(Copy, Clone, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScheduleName {
+    /// The same throughout
+    Constant,
+    /// A line down to 0
+    Linear,
+    /// Half a cosine, down to 0
+    Cosine,
+    /// The same, then a line down to 0 over the last fifth
+    Wsd,
+}
+
+#[derive(Copy, Clone, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RecomputeName {
+    /// Nothing if that fits the memory, else each layer
+    Auto,
+    /// Nothing: fastest
+    None,
+    /// Each layer: a fraction of the memory, a third more work
+    PerLayer,
+}
+
+impl RecomputeName {
+    pub fn policy(self) -> Recompute {
+        match self {
+            RecomputeName::Auto | RecomputeName::None => Recompute::None,
+            RecomputeName::PerLayer => Recompute::PerLayer,
+        }
+    }
+}
+
+/// A command line with nothing but settings.
+#[derive(clap::Parser)]
+struct Alone {
+    #[command(flatten)]
+    settings: Settings,
+}
+
+impl Settings {
+    /// The settings where nothing is typed.
+    ///
+    /// # Errors
+    /// None that can happen: every default is a valid argument.
+    pub fn standard() -> Result<Settings> {
+        let alone = <Alone as clap::Parser>::try_parse_from(["gradus"]);
+        alone.map(|a| a.settings).map_err(|e| Error::fault(e.to_string()))
+    }
+
+    /// True unless no adapter is asked for.
+    pub fn adapts(&self) -> bool {
+        self.targets != ["none"]
+    }
+
+    /// The tensors that patterns name, in the layers that are adapted.
+    fn select(&self, model: &Model, patterns: &[String]) -> Result<Vec<String>> {
+        let targets = train::select_targets(model, patterns)?;
+        Ok(match self.top_layers {
+            Some(k) => train::top_layers(model, targets, k)?,
+            None => targets,
+        })
+    }
+
+    /// The trainer's settings, for a model and windows of so many rows.
+    ///
+    /// # Errors
+    /// When a target matches no projection, or settings exclude each other.
+    pub fn config(&self, model: &Model, window: usize) -> Result<TrainConfig> {
+        let targets = match self.adapts() {
+            true => self.select(model, &self.targets)?,
+            false => Vec::new(),
+        };
+        let mut config = TrainConfig {
+            targets,
+            weights: train::select_weights(model, &self.train_weights)?,
+            rank: self.rank,
+            alpha: self.alpha,
+            rslora: self.rslora,
+            method: match self.optimizer {
+                OptimizerName::Sgd => Method::Sgd { momentum: self.momentum },
+                OptimizerName::Adamw if self.momentum != 0.0 => {
+                    return Err(Error::invalid("`--momentum` needs `--optimizer sgd`"));
+                }
+                OptimizerName::Adamw => Method::default(),
+            },
+            lr: self.lr,
+            schedule: match self.schedule {
+                ScheduleName::Constant => Schedule::Constant,
+                ScheduleName::Linear => Schedule::Linear,
+                ScheduleName::Cosine => Schedule::Cosine,
+                ScheduleName::Wsd => Schedule::Wsd,
+            },
+            warmup: self.warmup,
+            weight_decay: self.weight_decay,
+            epochs: self.epochs,
+            accumulate: self.accumulate,
+            clip: self.clip,
+            seed: self.seed,
+            eval_every: self.eval_every,
+            patience: self.patience,
+            keep_best: self.keep_best,
+            graph: GraphConfig {
+                rows: window,
+                cache: self.cache_type.dtype(),
+                recompute: self.recompute.policy(),
+                ..GraphConfig::default()
+            },
+            ..TrainConfig::default()
+        };
+        for given in &self.rank_of {
+            let parts = given.split_once('=').and_then(|(p, r)| Some((p, r.parse().ok()?)));
+            let Some((pattern, rank)) = parts else {
+                let message = format!("`--rank-of {given}`: expected NAME=RANK, such as ffn=4");
+                return Err(Error::invalid(message));
+            };
+            for name in self.select(model, &[pattern.to_string()])? {
+                config.ranks.insert(name, rank);
+            }
+        }
+        // Of what is adapted: `ffn=4` beside `--targets blk.3.` is about that layer.
+        let TrainConfig { ranks, targets, .. } = &mut config;
+        ranks.retain(|name, _| targets.contains(name));
+        Ok(config)
+    }
+}
