@@ -245,7 +245,7 @@ mod tests {
         for (step, loss) in (1..).zip(losses) {
             history.add(Line::Step(Step {
                 step,
-                epoch: 1.0,
+                epoch: 1,
                 loss,
                 grad_norm: 1.0,
                 lr: 1e-3,

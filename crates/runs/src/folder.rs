@@ -294,7 +294,7 @@ mod tests {
         let mut run = RunFolder::create(&root, "full", RunInfo::default()).unwrap();
         let step = |step| Step {
             step,
-            epoch: 1.0,
+            epoch: 1,
             loss: 1.0,
             grad_norm: 1.0,
             lr: 0.1,

@@ -36,7 +36,7 @@
 //! for step in 1..=2 {
 //!     tell(run.step(&Step {
 //!         step,
-//!         epoch: 0.5 * step as f64,
+//!         epoch: 1,
 //!         loss: 3.0 / step as f64,
 //!         grad_norm: 0.7,
 //!         lr: 1e-3,

@@ -16,9 +16,9 @@ const LINE: u64 = 1 << 16;
 pub struct Step {
     /// Counted from 1.
     pub step: u64,
-    /// Passes over the data so far.
-    #[serde(default, deserialize_with = "number")]
-    pub epoch: f64,
+    /// The pass over the data it is of, from 1.
+    #[serde(default)]
+    pub epoch: u64,
     /// Mean loss per weight of the step's tokens before it moved, in nats.
     #[serde(deserialize_with = "number")]
     pub loss: f64,

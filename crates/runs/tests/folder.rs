@@ -41,7 +41,7 @@ fn info() -> RunInfo {
 fn step(step: u64) -> Step {
     Step {
         step,
-        epoch: step as f64 / 10.0,
+        epoch: 1,
         loss: 4.0 / step as f64,
         grad_norm: 0.5,
         lr: 1e-3,
@@ -164,7 +164,7 @@ fn a_run_leaves_what_it_measured_in_every_form() {
     assert_eq!(lines.len(), 12);
     assert_eq!(
         lines[1],
-        r#"{"step":2,"epoch":0.2,"loss":2.0,"grad_norm":0.5,"lr":0.001,"tokens":100,"seconds":0.5,"memory_bytes":1073741824,"tokens_per_s":200.0}"#
+        r#"{"step":2,"epoch":1,"loss":2.0,"grad_norm":0.5,"lr":0.001,"tokens":100,"seconds":0.5,"memory_bytes":1073741824,"tokens_per_s":200.0}"#
     );
     assert_eq!(lines[5], r#"{"step":5,"eval_loss":1.0,"eval_accuracy":0.5}"#);
 
@@ -246,7 +246,7 @@ fn a_run_that_goes_on_has_no_step_twice() {
         let file = file.filter(|p| p.to_string_lossy().contains(name)).max().unwrap();
         fs::write(&file, [fs::read(&file).unwrap(), bytes.to_vec()].concat()).unwrap();
     };
-    torn("metrics", br#"{"step":13,"epoch":1.3,"lo"#);
+    torn("metrics", br#"{"step":13,"epoch":1,"lo"#);
     torn("tfevents", &[24, 0, 0, 0, 0]);
     assert_eq!(runs::read(&path).unwrap().history.steps, 12);
 
