@@ -107,9 +107,11 @@ fn now() -> f64 {
 }
 
 impl EventFile {
-    /// Begins a file in `folder`, after those that are there. Where a run goes on after a step,
-    /// `resumed` is that step.
-    pub(crate) fn create(folder: &Path, resumed: Option<u64>) -> Result<EventFile> {
+    /// Begins a file in `folder`, after those that are there, for what is measured after a step.
+    ///
+    /// It opens with the start of a session: from the second one on readers that have already read
+    /// what was cut forget it.
+    pub(crate) fn create(folder: &Path, after: u64) -> Result<EventFile> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
         let fits = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         let host: String = host.chars().filter(fits).take(64).collect();
@@ -125,9 +127,7 @@ impl EventFile {
         let file = OpenOptions::new().append(true).create_new(true).open(&path);
         let mut events = EventFile { file: file.during("make", &path)?, path };
         let mut first = record(&opening(now()));
-        if let Some(step) = resumed {
-            first.extend(record(&start(now(), step.saturating_add(1))));
-        }
+        first.extend(record(&start(now(), after.saturating_add(1))));
         events.put(&first).during("write", &events.path)?;
         Ok(events)
     }

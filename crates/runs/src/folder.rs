@@ -130,7 +130,7 @@ impl RunFolder {
         let lock = lock(&path)?;
         let record = Record::new(info);
         record.write(&path)?;
-        let mut folder = RunFolder::open(path, record, History::default(), None, lock)?;
+        let mut folder = RunFolder::open(path, record, History::default(), 0, lock)?;
         folder.pages()?;
         Ok(folder)
     }
@@ -154,20 +154,20 @@ impl RunFolder {
         record.unrecorded = None;
         record.resumed.push(Resumed { at: record::now(), step });
         record.write(path)?;
-        RunFolder::open(path.to_path_buf(), record, history, Some(step), lock)
+        RunFolder::open(path.to_path_buf(), record, history, step, lock)
     }
 
     fn open(
         path: PathBuf,
         record: Record,
         history: History,
-        resumed: Option<u64>,
+        after: u64,
         lock: File,
     ) -> Result<RunFolder> {
         let metrics = path.join(METRICS);
         Ok(RunFolder {
             metrics: Some(metrics::append(&metrics).during("open", &metrics)?),
-            events: Some(EventFile::create(&path, resumed)?),
+            events: Some(EventFile::create(&path, after)?),
             path,
             record,
             history,
@@ -309,7 +309,7 @@ mod tests {
         assert!(said.contains("metrics.jsonl") && said.contains("space"), "{said}");
         // The event file is another file and goes on until it fails too, which is not said again.
         assert!(run.events.is_some());
-        run.events = Some(EventFile::create(&root.join("full"), None).unwrap());
+        run.events = Some(EventFile::create(&root.join("full"), 0).unwrap());
         assert!(run.step(&step(3)).is_none());
         assert_eq!(run.history().steps, 3);
         assert!(run.finish(End { state: State::Done, ..End::default() }).is_none());
