@@ -446,3 +446,47 @@ fn runs_are_compared_in_the_steps_that_all_took() {
     assert!(page.contains("What differs") && page.contains("Held-out loss"), "{page}");
     assert_eq!(page.matches("g-smooth g-c1").count(), 3, "two curves and the legend's line");
 }
+
+/// A run of 400 steps, killed at twenty moments nobody chose and taken up each time from the last
+/// whole ten steps, as from a checkpoint. In the child, which this test starts again and again,
+/// the environment names the folder.
+#[test]
+fn twenty_kills_leave_what_an_undisturbed_run_leaves() {
+    const LAST: u64 = 400;
+    if let Some(path) = std::env::var_os("GRADUS_TEST_RUN") {
+        let reached = runs::read(Path::new(&path)).unwrap().history.last.map_or(0, |s| s.step);
+        let from = reached / 10 * 10;
+        let mut run = RunFolder::resume(Path::new(&path), from).unwrap();
+        for n in from + 1..=LAST {
+            train(&mut run, n, n);
+            std::thread::sleep(std::time::Duration::from_micros(500));
+        }
+        fine(run.finish(end(State::Done)));
+        return;
+    }
+    let root = Root::new("killed");
+    let mut run = root.create("undisturbed");
+    train(&mut run, 1, LAST);
+    let undisturbed = lines(run.path());
+    let path = root.create("killed").path().to_path_buf();
+    let start = || {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "twenty_kills_leave_what_an_undisturbed_run_leaves"]);
+        child.env("GRADUS_TEST_RUN", &path).stdout(std::process::Stdio::null()).spawn().unwrap()
+    };
+    let mut states = Vec::new();
+    for n in 0..20u64 {
+        let mut child = start();
+        std::thread::sleep(std::time::Duration::from_millis(10 + n * 37 % 50));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        states.push(runs::read(&path).unwrap().record.end.state);
+    }
+    assert!(start().wait().unwrap().success());
+    assert_eq!(lines(&path), undisturbed);
+    assert!(
+        states.contains(&State::Interrupted) && !states.contains(&State::Running),
+        "{states:?}"
+    );
+    assert_eq!(runs::read(&path).unwrap().record.end.state, State::Done);
+}
