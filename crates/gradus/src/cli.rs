@@ -15,7 +15,7 @@ Begin with:
   gradus pull                       fetch that model
   gradus run -p 'Who wrote Emma?'   ask it something
 
-Models are kept under GRADUS_HOME (default: the platform's data directory).
+Models and runs are kept under GRADUS_HOME (default: the platform's data directory).
 GRADUS_CPU forces a family of kernels, GRADUS_INDEX_URL a package index for `pull`.
 
 Exit codes: 0 done; 1 the input is wrong; 2 refused, since it cannot be done; 3 it broke while
@@ -38,6 +38,7 @@ enum Command {
     Chat(cmd::chat::Args),
     Serve(cmd::serve::Args),
     Train(cmd::train::Args),
+    Runs(cmd::runs::Args),
     Inspect(cmd::inspect::Args),
     Tokenize(cmd::tokenize::Args),
     Perplexity(cmd::perplexity::Args),
@@ -55,6 +56,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Chat(args) => cmd::chat::run(&args),
         Command::Serve(args) => cmd::serve::run(&args),
         Command::Train(args) => cmd::train::run(&args),
+        Command::Runs(args) => cmd::runs::run(&args),
         Command::Inspect(args) => cmd::inspect::run(&args),
         Command::Tokenize(args) => cmd::tokenize::run(&args),
         Command::Perplexity(args) => cmd::perplexity::run(&args),

@@ -88,6 +88,15 @@ impl From<train::Error> for Error {
     }
 }
 
+impl From<runs::Error> for Error {
+    fn from(e: runs::Error) -> Error {
+        match e {
+            runs::Error::Io { .. } | runs::Error::Page { .. } => Error::fault(e.to_string()),
+            _ => Error::invalid(e.to_string()),
+        }
+    }
+}
+
 impl From<graph::Error> for Error {
     fn from(e: graph::Error) -> Error {
         Error::Failed { code: e.code().exit_code(), message: e.to_string() }

@@ -42,6 +42,27 @@ pub struct AdapterArgs {
     pub adapter: Option<PathBuf>,
 }
 
+/// Where training runs are recorded.
+#[derive(Args, Debug, Clone, Default)]
+pub struct RunsArgs {
+    /// Folder of the runs [default: `runs` under GRADUS_HOME]
+    #[arg(long, value_name = "DIR", global = true)]
+    pub run_dir: Option<PathBuf>,
+}
+
+impl RunsArgs {
+    /// The folder; it need not be there.
+    ///
+    /// # Errors
+    /// When the environment names no place for it.
+    pub fn root(&self) -> Result<PathBuf> {
+        match &self.run_dir {
+            Some(folder) => Ok(folder.clone()),
+            None => Ok(hub::home()?.join("runs")),
+        }
+    }
+}
+
 /// Which chat template.
 #[derive(Args, Debug, Clone, Default)]
 pub struct TemplateArgs {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::output::{bytes, note};
+use crate::output::{bytes, duration, note};
 
 /// What is counted.
 #[derive(Copy, Clone, PartialEq, Eq)]
@@ -24,6 +24,9 @@ pub struct Progress {
     /// None where standard error is no terminal.
     bar: Option<ProgressBar>,
     said: Option<(Instant, u64)>,
+    /// When the work was first heard of, and how much of it was done then: work that goes on where
+    /// it was left has not been done in no time.
+    begun: Option<(Instant, u64)>,
 }
 
 /// Between two plain lines at least this much time passes ...
@@ -41,14 +44,14 @@ impl Progress {
                 Unit::Bytes => "{bytes}/{total_bytes} {bytes_per_sec}",
                 Unit::Items => "{pos}/{len}",
             };
-            let template = format!("{{prefix}} [{{bar:28}}] {counts} {{msg}} {{eta}} left");
+            let template = format!("{{prefix}} [{{wide_bar}}] {counts} {{msg}} {{eta}} left");
             if let Ok(style) = ProgressStyle::with_template(&template) {
                 bar.set_style(style.progress_chars("=> "));
             }
             bar.set_prefix(what.to_string());
             bar
         });
-        Progress { what: what.to_string(), unit, total, bar, said: None }
+        Progress { what: what.to_string(), unit, total, bar, said: None, begun: None }
     }
 
     /// So much is done; `message` says something about it, such as a loss.
@@ -56,8 +59,13 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.set_message(message.to_string());
             bar.set_position(done);
+            if self.begun.is_none() {
+                bar.reset_eta();
+                self.begun = Some((Instant::now(), done));
+            }
             return;
         }
+        let (begun, from) = *self.begun.get_or_insert_with(|| (Instant::now(), done));
         let due = match self.said {
             None => true,
             Some((at, before)) => {
@@ -74,7 +82,9 @@ impl Progress {
                 Unit::Bytes => format!("{} of {}", bytes(done), bytes(total)),
                 Unit::Items => format!("{done}/{total}"),
             };
-            note(format!("{what} {counts} {message}").trim_end());
+            let left = left(begun.elapsed(), done.saturating_sub(from), total.saturating_sub(done));
+            let left = left.map_or(String::new(), |left| format!("  {} left", duration(left)));
+            note(format!("{what} {counts} {message}{left}").trim_end());
         }
     }
 
@@ -91,5 +101,25 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// How long the rest takes at the rate so far; `None` while there is no rate, or no rest.
+fn left(elapsed: Duration, done: u64, rest: u64) -> Option<Duration> {
+    let seconds = elapsed.as_secs_f64() * rest as f64 / done as f64;
+    Duration::try_from_secs_f64(seconds).ok().filter(|_| done > 0 && rest > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_left_is_that_of_the_rest_at_the_rate_so_far() {
+        let seconds = Duration::from_secs;
+        assert_eq!(left(seconds(10), 5, 20), Some(seconds(40)));
+        assert_eq!(left(seconds(10), 0, 20), None);
+        assert_eq!(left(seconds(10), 5, 0), None);
+        assert_eq!(left(Duration::MAX, 1, u64::MAX), None);
     }
 }

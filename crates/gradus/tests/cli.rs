@@ -12,13 +12,14 @@ use common::{
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 14] = [
     "demo",
     "pull",
     "run",
     "chat",
     "serve",
     "train",
+    "runs",
     "inspect",
     "tokenize",
     "perplexity",
@@ -673,6 +674,9 @@ fn the_documentation_is_the_help() {
     }
     section(&["dump", "logits"]);
     section(&["dump", "grads"]);
+    for command in ["show", "compare", "rm"] {
+        section(&["runs", command]);
+    }
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(&path, &wanted).unwrap();
     }

@@ -11,6 +11,7 @@ pub mod make_toy;
 pub mod perplexity;
 pub mod pull;
 pub mod run;
+pub mod runs;
 pub mod serve;
 pub mod tokenize;
 pub mod train;
