@@ -49,6 +49,14 @@ codes! {
     BadPath = "bad_path", Invalid;
     /// Training data that cannot be used.
     BadData = "bad_data", Invalid;
+    /// A safetensors file without its folder, where an adapter was expected.
+    AdapterSafetensors = "adapter_safetensors", Invalid;
+    /// A pickle of PyTorch, where an adapter was expected.
+    AdapterPickle = "adapter_pickle", Invalid;
+    /// An adapter for a model of another architecture.
+    AdapterArchitecture = "adapter_architecture", Invalid;
+    /// An adapter whose matrices are of other shapes than the model's.
+    AdapterShape = "adapter_shape", Invalid;
     /// More tokens than the model's context or the cache holds.
     ContextExceeded = "context_length_exceeded", Invalid;
     /// The server was started without a folder for training.

@@ -5,14 +5,19 @@
 //! `adapter.lora.alpha`. Tensors: `TARGET.lora_a` `[r, in]` and `TARGET.lora_b` `[out, r]`,
 //! of a stack of experts `[E, r, in]` and `[E, out, r]`, f32 (f16 and bf16 are read too), where
 //! `TARGET` keeps its `.weight`. The effective scale of a tensor is `alpha / r`, and 1 where alpha
-//! is 0.
+//! is 0. A file has one alpha for all its tensors; what scales it cannot say goes into B (see
+//! [`Adapter::write`]). PEFT's folders are read and written too: [`Adapter::write_peft`].
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use gguf::TensorType;
+use graph::Code;
 
-use crate::{Error, LoraShape, Model, Projection, Result};
+use crate::{Error, Geometry, LoraShape, Model, Projection, Result, TensorSource, peft};
 
 /// The pair of matrices on one projection, or a pair for each expert of a stack.
 #[derive(Clone, PartialEq, Debug)]
@@ -40,8 +45,57 @@ pub struct Adapter {
     pub tensors: BTreeMap<String, LoraTensor>,
 }
 
-fn scale(alpha: f32, rank: usize) -> f32 {
+/// What an adapter must know of the model it is for: no weights.
+#[derive(Copy, Clone)]
+pub struct Base<'a> {
+    /// `general.architecture`.
+    pub arch: &'a str,
+    /// The file's metadata.
+    pub metadata: &'a gguf::Metadata,
+    /// Its shape.
+    pub geometry: &'a Geometry,
+    /// Every projection an adapter can sit on, by the name of its tensor.
+    pub projections: &'a BTreeMap<String, Projection>,
+    /// All its tensors.
+    pub tensors: &'a dyn TensorSource,
+}
+
+impl Base<'_> {
+    /// The projection of a name.
+    ///
+    /// # Errors
+    /// When there is none that an adapter can be on.
+    pub fn projection(&self, target: &str) -> Result<Projection> {
+        if let Some(&projection) = self.projections.get(target) {
+            return Ok(projection);
+        }
+        match self.tensors.tensor(target) {
+            Some(_) if target == "token_embd.weight" => {
+                Err(Error::new("adapters on the embedding table are not supported"))
+            }
+            Some(_) => {
+                Err(Error::new(format!("`{target}` is no projection, so no adapter applies to it")))
+            }
+            None if target == "output.weight" => Err(Error::new(
+                "the model has no tensor `output.weight`: its head is the embedding table, and \
+                 adapters on that are not supported",
+            )),
+            None => Err(Error::new(format!("the model has no tensor `{target}`"))),
+        }
+    }
+}
+
+/// The scale of a pair: `alpha / rank`, or 1 where alpha is 0.
+pub(crate) fn scale(alpha: f32, rank: usize) -> f32 {
     if alpha == 0.0 { 1.0 } else { alpha / rank as f32 }
+}
+
+/// The alpha that gives a scale at a rank. Where several do, the roundest.
+pub(crate) fn effective_alpha(wanted: f32, rank: usize) -> f32 {
+    let product = wanted * rank as f32;
+    let near = [product.round(), product, product.next_up(), product.next_down()];
+    let fits = |&alpha: &f32| alpha != 0.0 && scale(alpha, rank) == wanted;
+    near.into_iter().find(fits).unwrap_or(product)
 }
 
 impl Adapter {
@@ -67,7 +121,7 @@ impl Adapter {
                     "the rank of `{target}` is {rank}, expected 1 to 4096"
                 )));
             }
-            let of = projection(model, target)?;
+            let of = model.base().projection(target)?;
             let bound = 1.0 / (of.width as f32).sqrt();
             let mut a = zeros(target, &of.shape(rank, of.width))?;
             a.iter_mut().for_each(|a| *a = ((random.next_f64() * 2.0 - 1.0) as f32) * bound);
@@ -78,13 +132,41 @@ impl Adapter {
         Ok(Adapter { alpha, tensors })
     }
 
-    /// Reads an adapter and checks it against the model it is for.
+    /// From its pairs; its alpha is the one that most of them have.
+    pub(crate) fn of(tensors: BTreeMap<String, LoraTensor>) -> Adapter {
+        let mut counts: Vec<(f32, usize)> = Vec::new();
+        for t in tensors.values() {
+            let alpha = effective_alpha(t.scale, t.rank);
+            match counts.iter_mut().find(|(known, _)| *known == alpha) {
+                Some((_, n)) => *n += 1,
+                None => counts.push((alpha, 1)),
+            }
+        }
+        // The first of the most frequent.
+        let alpha = counts.iter().rev().max_by_key(|(_, n)| *n).map_or(1.0, |&(alpha, _)| alpha);
+        Adapter { alpha, tensors }
+    }
+
+    /// Reads an adapter, a GGUF file or a folder of PEFT, and checks it against the model it is
+    /// for.
     ///
     /// # Errors
-    /// When the file is no LoRA adapter, is for another architecture, has a tensor that is no
-    /// pair on a projection of the model, of another shape, or not finite.
+    /// When it is no LoRA adapter, is for another architecture, has a tensor that is no pair on a
+    /// projection of the model, of another shape, or not finite.
     pub fn read(path: &Path, model: &Model) -> Result<Adapter> {
-        Adapter::from_gguf(&gguf::Gguf::open(path)?, model)
+        Adapter::read_for(path, &model.base())
+    }
+
+    /// As [`Adapter::read`], for a model that need not be loaded.
+    ///
+    /// # Errors
+    /// As [`Adapter::read`].
+    pub fn read_for(path: &Path, base: &Base<'_>) -> Result<Adapter> {
+        if path.is_dir() {
+            return peft::read(path, base);
+        }
+        refuse_other_files(path)?;
+        Adapter::from_file(&gguf::Gguf::open(path)?, base)
     }
 
     /// As [`Adapter::read`], from an open file.
@@ -92,18 +174,24 @@ impl Adapter {
     /// # Errors
     /// As [`Adapter::read`].
     pub fn from_gguf(file: &gguf::Gguf, model: &Model) -> Result<Adapter> {
+        Adapter::from_file(file, &model.base())
+    }
+
+    fn from_file(file: &gguf::Gguf, base: &Base<'_>) -> Result<Adapter> {
         let name = file.path().display().to_string();
         let metadata = file.metadata();
         for (key, wanted) in [
             ("general.type", "adapter"),
             ("adapter.type", "lora"),
-            ("general.architecture", model.arch_name()),
+            ("general.architecture", base.arch),
         ] {
             let found = metadata.str(key)?;
             if found != wanted {
-                return Err(Error::new(format!(
-                    "{name}: key `{key}` is `{found}`, expected `{wanted}`"
-                )));
+                let message = format!("{name}: key `{key}` is `{found}`, expected `{wanted}`");
+                return Err(match key {
+                    "general.architecture" => Error::adapter(Code::AdapterArchitecture, message),
+                    _ => Error::new(message),
+                });
             }
         }
         let alpha = metadata.f32("adapter.lora.alpha")?;
@@ -121,17 +209,21 @@ impl Adapter {
                 "lora_b" if file.tensor(&format!("{target}.lora_a")).is_some() => continue,
                 _ => return Err(stray(&name, full)),
             }
-            let of = projection(model, target)
+            let of = base
+                .projection(target)
                 .map_err(|e| Error::new(format!("{name}: tensor `{full}`: {e}")))?;
             let rank = tensor.info.shape.iter().rev().nth(1).copied().unwrap_or(0);
             let b = file.require(&format!("{target}.lora_b"))?;
             let shapes = [of.shape(rank, of.width), of.shape(of.out, rank)];
             for (info, wanted) in [tensor.info, b.info].into_iter().zip(shapes) {
                 if info.shape != wanted {
-                    return Err(Error::new(format!(
-                        "{name}: tensor `{}` has shape {:?}, expected {wanted:?} for `{target}`",
-                        info.name, info.shape
-                    )));
+                    return Err(Error::adapter(
+                        Code::AdapterShape,
+                        format!(
+                            "{name}: tensor `{}` has shape {:?}, expected {wanted:?} for `{target}`",
+                            info.name, info.shape
+                        ),
+                    ));
                 }
                 if !matches!(info.ty, TensorType::F32 | TensorType::F16 | TensorType::BF16) {
                     return Err(Error::new(format!(
@@ -157,19 +249,44 @@ impl Adapter {
 
     /// Writes the adapter, atomically, as llama.cpp reads it.
     ///
+    /// The file has one alpha, that of most tensors. Of a tensor whose scale is another, B is
+    /// stored times what it is more than `alpha / rank`: exactly where that is a power of two,
+    /// else rounded (see [`Adapter::rounded`]).
+    ///
     /// # Errors
     /// When a tensor is no projection of the model, or the file cannot be written.
     pub fn write(&self, path: &Path, model: &Model) -> Result<()> {
+        self.write_for(path, &model.base())
+    }
+
+    /// As [`Adapter::write`], for a model that need not be loaded.
+    ///
+    /// # Errors
+    /// As [`Adapter::write`].
+    pub fn write_for(&self, path: &Path, base: &Base<'_>) -> Result<()> {
+        let alpha = self.file_alpha();
         let mut metadata = gguf::Metadata::new();
-        metadata.insert("general.architecture", model.arch_name());
+        metadata.insert("general.architecture", base.arch);
         metadata.insert("general.type", "adapter");
         metadata.insert("adapter.type", "lora");
-        metadata.insert("adapter.lora.alpha", self.alpha);
-        let mut parts: Vec<(String, Vec<usize>, &[f32])> = Vec::new();
+        metadata.insert("adapter.lora.alpha", alpha);
+        let mut parts: Vec<(String, Vec<usize>, Cow<'_, [f32]>)> = Vec::new();
         for (target, t) in &self.tensors {
-            let of = projection(model, target)?;
-            parts.push((format!("{target}.lora_a"), of.shape(t.rank, of.width), &t.a));
-            parts.push((format!("{target}.lora_b"), of.shape(of.out, t.rank), &t.b));
+            let of = base.projection(target)?;
+            let b: Cow<'_, [f32]> = match t.factor(alpha) {
+                None => Cow::Borrowed(&t.b),
+                Some(f) => t.b.iter().map(|&b| (f64::from(b) * f) as f32).collect(),
+            };
+            if let Some(i) = b.iter().position(|b| !b.is_finite()) {
+                return Err(Error::new(format!(
+                    "`{target}.lora_b` has a value at index {i} that is not finite, or not with \
+                     the scale {} in it",
+                    t.scale
+                )));
+            }
+            let (a_shape, b_shape) = (of.shape(t.rank, of.width), of.shape(of.out, t.rank));
+            parts.push((format!("{target}.lora_a"), a_shape, Cow::Borrowed(&t.a)));
+            parts.push((format!("{target}.lora_b"), b_shape, b));
         }
         let tensors = parts
             .iter()
@@ -179,6 +296,38 @@ impl Adapter {
             })
             .collect::<std::result::Result<Vec<_>, gguf::Error>>()?;
         Ok(gguf::write(path, &metadata, tensors)?)
+    }
+
+    /// Writes the adapter as a folder that PEFT and what reads its adapters can load. The folder
+    /// may be there; its two files are replaced.
+    ///
+    /// # Errors
+    /// When PEFT has no name for a target, or a file cannot be written.
+    pub fn write_peft(&self, folder: &Path, base: &Base<'_>) -> Result<()> {
+        peft::write(self, folder, base)
+    }
+
+    /// The one alpha of a GGUF file: the adapter's, unless more tensors have another.
+    fn file_alpha(&self) -> f32 {
+        let fits = |alpha: f32| self.tensors.values().filter(|t| t.factor(alpha).is_none()).count();
+        let mut best = (fits(self.alpha), self.alpha);
+        for t in self.tensors.values() {
+            let alpha = effective_alpha(t.scale, t.rank);
+            if fits(alpha) > best.0 {
+                best = (fits(alpha), alpha);
+            }
+        }
+        best.1
+    }
+
+    /// The targets whose scale a GGUF file cannot say and whose B it therefore holds rounded, by
+    /// at most 2^-24 of each number: their scale differs from that of the others by a factor that
+    /// is no power of two.
+    pub fn rounded(&self) -> Vec<&str> {
+        let alpha = self.file_alpha();
+        let exact = |f: f64| f.abs().log2().fract() == 0.0;
+        let off = self.tensors.iter().filter(|(_, t)| t.factor(alpha).is_some_and(|f| !exact(f)));
+        off.map(|(target, _)| target.as_str()).collect()
     }
 
     /// What a graph must know of it.
@@ -202,18 +351,42 @@ fn stray(file: &str, tensor: &str) -> Error {
     ))
 }
 
-fn projection(model: &Model, target: &str) -> Result<Projection> {
-    if let Some(&projection) = model.projections().get(target) {
-        return Ok(projection);
+impl LoraTensor {
+    /// What B is to be multiplied by so that the scale is `alpha / rank`; `None` where it is.
+    fn factor(&self, alpha: f32) -> Option<f64> {
+        let of_file = scale(alpha, self.rank);
+        (of_file != self.scale).then(|| f64::from(self.scale) / f64::from(of_file))
     }
-    match model.weights().get(target) {
-        Some(_) if target == "token_embd.weight" => {
-            Err(Error::new("adapters on the embedding table are not supported"))
-        }
-        Some(_) => {
-            Err(Error::new(format!("`{target}` is no projection, so no adapter applies to it")))
-        }
-        None => Err(Error::new(format!("the model has no tensor `{target}`"))),
+}
+
+/// Says what a file is that is taken for an adapter and is no GGUF file.
+fn refuse_other_files(path: &Path) -> Result<()> {
+    let mut head = [0u8; 9];
+    // What cannot be read, and how, says whoever opens it next.
+    let Ok(len) = File::open(path).and_then(|file| {
+        let mut bytes = Vec::new();
+        file.take(head.len() as u64).read_to_end(&mut bytes)?;
+        head.iter_mut().zip(&bytes).for_each(|(to, from)| *to = *from);
+        Ok(bytes.len())
+    }) else {
+        return Ok(());
+    };
+    let name = path.display();
+    match head {
+        // A zip archive, or the first opcode of a pickle.
+        [b'P', b'K', 3, 4, ..] | [0x80, 2..=5, ..] => Err(peft::pickle(path)),
+        [.., b'{'] if len == head.len() => Err(Error::adapter(
+            Code::AdapterSafetensors,
+            format!(
+                "{name}: is a safetensors file alone, which does not say the adapter's scale; give \
+                 the folder in which it lies beside {}",
+                peft::CONFIG
+            ),
+        )),
+        _ if path.file_name().is_some_and(|file| file == peft::CONFIG) => Err(Error::new(format!(
+            "{name}: is the configuration of a PEFT adapter; give the folder in which it lies"
+        ))),
+        _ => Ok(()),
     }
 }
 

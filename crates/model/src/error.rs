@@ -24,6 +24,14 @@ pub enum Error {
         /// How many there are.
         free: usize,
     },
+    /// A file that was taken for an adapter is of another kind, or for another model.
+    #[error("{message}")]
+    Adapter {
+        /// What is wrong, as a code.
+        code: graph::Code,
+        /// What is wrong, and what to do.
+        message: String,
+    },
     /// The model is of a kind Gradus does not run, or was asked for what it cannot do.
     #[error("{0}")]
     Model(String),
@@ -35,10 +43,16 @@ impl Error {
         Error::Model(message.into())
     }
 
+    /// An adapter that cannot be used, with a code of its own.
+    pub(crate) fn adapter(code: graph::Code, message: impl Into<String>) -> Error {
+        Error::Adapter { code, message: message.into() }
+    }
+
     /// The exit code of a command that fails with this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Graph(e) => e.code().exit_code(),
+            Error::Adapter { code, .. } => code.exit_code(),
             _ => 1,
         }
     }

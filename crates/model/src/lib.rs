@@ -21,11 +21,13 @@ mod footprint;
 mod generate;
 mod model;
 mod net;
+mod peft;
 mod perplexity;
+mod skeleton;
 pub mod toy;
 mod weights;
 
-pub use adapter::{Adapter, AdapterId, LoraTensor};
+pub use adapter::{Adapter, AdapterId, Base, LoraTensor};
 pub use arch::{Architecture, Geometry};
 pub use cache::{Cache, SeqId};
 pub use engine::{Engine, EngineConfig, Rows, WantLogits};
@@ -38,4 +40,5 @@ pub use net::{
     EntryStates, Experts, LoraShape, Net, NetConfig, PrefixShape, Projection, StateNodes,
 };
 pub use perplexity::{Perplexity, perplexity};
+pub use skeleton::Skeleton;
 pub use weights::{TensorSource, Weight, Weights};

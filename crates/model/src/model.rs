@@ -154,6 +154,17 @@ impl Model {
         Weights::load(&gguf::Gguf::open(&self.path)?, names, &plain, device)
     }
 
+    /// What an adapter must know of it.
+    pub fn base(&self) -> crate::Base<'_> {
+        crate::Base {
+            arch: &self.arch_name,
+            metadata: &self.metadata,
+            geometry: self.arch.geometry(),
+            projections: &self.projections,
+            tensors: &self.weights,
+        }
+    }
+
     /// Every projection an adapter can sit on, by the name of its tensor.
     pub fn projections(&self) -> &BTreeMap<String, Projection> {
         &self.projections
@@ -193,7 +204,7 @@ pub(crate) fn needs(source: &dyn TensorSource, arch: &dyn Architecture) -> Resul
 
 /// As [`needs`] of a file; refuses one that has other tensors, since leaving a tensor out would
 /// compute something else than the file's author meant.
-fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
+pub(crate) fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tensors> {
     let name = file.path().display();
     let tensors = needs(file, arch).map_err(|e| match e {
         Error::Model(message) => Error::Model(format!("{name}: {message}")),

@@ -1,0 +1,536 @@
+//! PEFT's form of an adapter: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! Keys are `base_model.model.PATH.lora_A.weight` `[r, in]` and `.lora_B.weight` `[out, r]`, where
+//! PATH is that of a module in transformers (see [`names`]). Experts are modules each, or, since
+//! transformers 5, parameters of all of a layer: A `[E r, in]`, expert by expert, and B
+//! `[out, r E]`, the experts of a rank side by side, with gate and up one parameter whose outputs
+//! are those of the gate and then those of the up.
+//!
+//! Both ways are exact: numbers are moved and never computed with, and what one form says in a
+//! way that the other has no words for is refused by name.
+
+mod config;
+mod experts;
+mod names;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+
+use graph::Code;
+use half::{bf16, f16};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+
+use self::config::{Config, MOST_RANK, Written};
+use self::experts::{Half, fuse, split};
+use self::names::{Family, Order, Place, family, order};
+use crate::adapter::{Base, effective_alpha, scale};
+use crate::{Adapter, Error, LoraTensor, Projection, Result};
+
+/// The configuration's file.
+pub(crate) const CONFIG: &str = "adapter_config.json";
+/// The tensors' file.
+const TENSORS: &str = "adapter_model.safetensors";
+/// What older versions of PEFT wrote instead.
+const PICKLE: &str = "adapter_model.bin";
+
+/// A configuration is a few kilobytes.
+const MOST_CONFIG: u64 = 1 << 20;
+
+/// A pair of matrices under its module's path.
+struct Pair {
+    path: String,
+    rank: usize,
+    alpha: f32,
+    /// `[rows, in]`; rows are the rank, times the experts for a parameter of all.
+    a: Vec<f32>,
+    /// `[out, rows]`.
+    b: Vec<f32>,
+    width: usize,
+    out: usize,
+}
+
+/// Where the pairs of a target's experts are.
+type Stacks = BTreeMap<String, (Order, Order, BTreeMap<usize, Pair>)>;
+
+/// Reads a folder.
+///
+/// # Errors
+/// Names the file, field or tensor that is missing, wrong, or of what is not supported.
+pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
+    let family = family(base.arch)?;
+    let (config_path, tensors_path) = (folder.join(CONFIG), folder.join(TENSORS));
+    let name = tensors_path.display().to_string();
+    let config = read_config(&config_path)?;
+    if let Some(class) = config.class.as_deref().filter(|class| !family.classes.contains(class)) {
+        return Err(Error::adapter(
+            Code::AdapterArchitecture,
+            format!(
+                "{}: field `auto_mapping` says it is for a {class}, but the model's architecture \
+                 is `{}`",
+                config_path.display(),
+                base.arch
+            ),
+        ));
+    }
+    let bytes = match fs::read(&tensors_path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == ErrorKind::NotFound && folder.join(PICKLE).exists() => {
+            return Err(pickle(&folder.join(PICKLE)));
+        }
+        Err(e) => return Err(Error::new(format!("{name}: cannot be read: {e}"))),
+    };
+    let file = SafeTensors::deserialize(&bytes)
+        .map_err(|e| Error::new(format!("{name}: is no safetensors file: {e}")))?;
+
+    let mut single: BTreeMap<String, LoraTensor> = BTreeMap::new();
+    let mut stacks = Stacks::new();
+    for pair in pairs(&name, &file, &config, family, base)? {
+        let path = format!("base_model.model.{}", pair.path);
+        let unknown = || {
+            Error::adapter(
+                Code::AdapterArchitecture,
+                format!(
+                    "{name}: tensors of `{path}` are of no module that adapters can be on in a \
+                     model of architecture `{}`",
+                    base.arch
+                ),
+            )
+        };
+        match family.place(&pair.path).ok_or_else(unknown)? {
+            Place::One { target, expert, rows, cols } => {
+                let of = projection(base, &target, &name, &path)?;
+                check(&name, &path, &pair, of.width, of.out)?;
+                match (expert, of.experts) {
+                    (None, None) => {
+                        let tensor = ordered(pair, rows, cols, base, &name)?;
+                        put(&mut single, target, tensor, &name, &path)?;
+                    }
+                    (Some(e), Some(count)) if e < count => {
+                        let stack = stacks.entry(target).or_insert((rows, cols, BTreeMap::new()));
+                        if stack.2.insert(e, pair).is_some() {
+                            return Err(twice(&name, &path));
+                        }
+                    }
+                    _ => return Err(unknown()),
+                }
+            }
+            Place::Fused { layer } => {
+                for (target, tensor) in split(pair, layer, base, &name, &path)? {
+                    put(&mut single, target, tensor, &name, &path)?;
+                }
+            }
+        }
+    }
+    for (target, (rows, cols, experts)) in stacks {
+        let tensor = stack(&target, rows, cols, experts, base, &name)?;
+        put(&mut single, target.clone(), tensor, &name, &target)?;
+    }
+    if single.is_empty() {
+        return Err(Error::new(format!("{name}: the adapter has no tensors")));
+    }
+    Ok(Adapter::of(single))
+}
+
+/// What is said of a pickled adapter.
+pub(crate) fn pickle(path: &Path) -> Error {
+    Error::adapter(
+        Code::AdapterPickle,
+        format!(
+            "{}: is a pickle of PyTorch, which could run any code and is not read; load it with \
+             PEFT and save it again, as safetensors",
+            path.display()
+        ),
+    )
+}
+
+fn read_config(path: &Path) -> Result<Config> {
+    let name = path.display();
+    let failed = |e: std::io::Error| match e.kind() {
+        ErrorKind::NotFound => {
+            Error::new(format!("{name}: there is no such file, so the folder is no PEFT adapter"))
+        }
+        _ => Error::new(format!("{name}: cannot be read: {e}")),
+    };
+    let size = fs::metadata(path).map_err(failed)?.len();
+    if size > MOST_CONFIG {
+        return Err(Error::new(format!(
+            "{name}: has {size} bytes, expected at most {MOST_CONFIG} of a configuration"
+        )));
+    }
+    Config::parse(&name.to_string(), &fs::read(path).map_err(failed)?)
+}
+
+/// All pairs of a file, in order of their paths, each of the rank that the configuration says.
+fn pairs(
+    file: &str,
+    tensors: &SafeTensors<'_>,
+    config: &Config,
+    family: &Family,
+    base: &Base<'_>,
+) -> Result<Vec<Pair>> {
+    let mut halves: BTreeMap<String, [Option<TensorView<'_>>; 2]> = BTreeMap::new();
+    for (name, view) in tensors.iter() {
+        let stray = || {
+            Error::new(format!(
+                "{file}: tensor `{}` is no LoRA pair; expected names that end in .lora_A.weight \
+                 and .lora_B.weight",
+                name.escape_debug()
+            ))
+        };
+        let short = name.strip_suffix(".weight").ok_or_else(stray)?;
+        let short = short.strip_suffix(".default").unwrap_or(short);
+        let (path, part) = match (short.strip_suffix(".lora_A"), short.strip_suffix(".lora_B")) {
+            (Some(path), _) => (path, 0),
+            (None, Some(path)) => (path, 1),
+            (None, None) => return Err(stray()),
+        };
+        let path = path.strip_prefix("base_model.model.").unwrap_or(path);
+        let slot = halves.entry(path.to_string()).or_default().get_mut(part).ok_or_else(stray)?;
+        if slot.replace(view).is_some() {
+            return Err(twice(file, path));
+        }
+    }
+    let mut pairs = Vec::with_capacity(halves.len());
+    for (path, [a, b]) in halves {
+        let full = format!("base_model.model.{path}");
+        let missing = |part: &str| {
+            Error::new(format!("{file}: tensor `{full}.{part}.weight` is missing beside the other"))
+        };
+        let (a, b) = (a.ok_or_else(|| missing("lora_A"))?, b.ok_or_else(|| missing("lora_B"))?);
+        let dims = |view: &TensorView<'_>, part: &str| match *view.shape() {
+            [rows, cols] if rows > 0 && cols > 0 => Ok((rows, cols)),
+            ref other => Err(Error::adapter(
+                Code::AdapterShape,
+                format!(
+                    "{file}: tensor `{full}.{part}.weight` has shape {other:?}, expected a matrix"
+                ),
+            )),
+        };
+        let ((rows, width), (out, columns)) = (dims(&a, "lora_A")?, dims(&b, "lora_B")?);
+        if rows != columns {
+            return Err(Error::adapter(
+                Code::AdapterShape,
+                format!(
+                    "{file}: tensor `{full}.lora_B.weight` has {columns} columns, expected the \
+                     {rows} rows of lora_A"
+                ),
+            ));
+        }
+        let fused = match family.place(&path) {
+            Some(Place::Fused { layer }) => Some(layer),
+            _ => None,
+        };
+        let (rank, alpha) = match fused {
+            None => config.of(&[&path, &format!("{path}.weight")])?,
+            Some(layer) => config.of(&[&experts::parameter(&path, width, layer, base, out)])?,
+        };
+        if fused.is_none() && rank != rows {
+            return Err(Error::adapter(
+                Code::AdapterShape,
+                format!(
+                    "{file}: tensor `{full}.lora_A.weight` has {rows} rows, but the configuration \
+                     says the rank is {rank}"
+                ),
+            ));
+        }
+        let (a, b) = (
+            floats(file, &format!("{full}.lora_A.weight"), &a)?,
+            floats(file, &format!("{full}.lora_B.weight"), &b)?,
+        );
+        pairs.push(Pair { path, rank, alpha, a, b, width, out });
+    }
+    Ok(pairs)
+}
+
+/// A tensor's numbers, all of them finite.
+fn floats(file: &str, name: &str, view: &TensorView<'_>) -> Result<Vec<f32>> {
+    let data = view.data();
+    let values: Vec<f32> = match view.dtype() {
+        Dtype::F32 => data.as_chunks().0.iter().map(|&le| f32::from_le_bytes(le)).collect(),
+        Dtype::F16 => data.as_chunks().0.iter().map(|&le| f16::from_le_bytes(le).to_f32()).collect(),
+        Dtype::BF16 => {
+            data.as_chunks().0.iter().map(|&le| bf16::from_le_bytes(le).to_f32()).collect()
+        }
+        other => {
+            return Err(Error::new(format!(
+                "{file}: tensor `{name}` is {other:?}, expected F32, F16 or BF16"
+            )));
+        }
+    };
+    match values.iter().position(|v| !v.is_finite()) {
+        None => Ok(values),
+        Some(i) => Err(Error::new(format!(
+            "{file}: tensor `{name}` has a value that is not finite at index {i}"
+        ))),
+    }
+}
+
+fn projection(base: &Base<'_>, target: &str, file: &str, path: &str) -> Result<Projection> {
+    base.projection(target).map_err(|e| {
+        Error::adapter(
+            Code::AdapterArchitecture,
+            format!("{file}: tensors of `{path}` cannot be on this model: {e}"),
+        )
+    })
+}
+
+fn check(file: &str, path: &str, pair: &Pair, width: usize, out: usize) -> Result<()> {
+    if (pair.width, pair.out) == (width, out) {
+        return Ok(());
+    }
+    let (part, found, wanted) = match pair.width == width {
+        true => ("lora_B", [pair.out, pair.rank], [out, pair.rank]),
+        false => ("lora_A", [pair.rank, pair.width], [pair.rank, width]),
+    };
+    Err(Error::adapter(
+        Code::AdapterShape,
+        format!(
+            "{file}: tensor `{path}.{part}.weight` has shape {found:?}, the model needs {wanted:?}"
+        ),
+    ))
+}
+
+fn twice(file: &str, path: &str) -> Error {
+    Error::new(format!("{file}: tensors of `{path}` are there twice, under several names"))
+}
+
+fn put(
+    to: &mut BTreeMap<String, LoraTensor>,
+    target: String,
+    tensor: LoraTensor,
+    file: &str,
+    path: &str,
+) -> Result<()> {
+    match to.insert(target, tensor) {
+        None => Ok(()),
+        Some(_) => Err(twice(file, path)),
+    }
+}
+
+/// Rows of `width` numbers, the i-th from the `order[i]`-th.
+fn gather(values: &[f32], width: usize, order: &[usize]) -> Vec<f32> {
+    let row = |&i: &usize| values.get(i * width..(i + 1) * width).unwrap_or_default();
+    order.iter().flat_map(row).copied().collect()
+}
+
+/// The inverse of an order.
+fn inverse(order: &[usize]) -> Vec<usize> {
+    let mut inverse = vec![0; order.len()];
+    for (i, &at) in order.iter().enumerate() {
+        if let Some(slot) = inverse.get_mut(at) {
+            *slot = i;
+        }
+    }
+    inverse
+}
+
+/// As [`gather`] of columns.
+fn gather_columns(values: &[f32], order: &[usize]) -> Vec<f32> {
+    let rows = values.chunks(order.len().max(1));
+    rows.flat_map(|row| order.iter().map(|&i| row.get(i).copied().unwrap_or(0.0))).collect()
+}
+
+/// A pair with its rows and columns as GGUF has them.
+fn ordered(pair: Pair, rows: Order, cols: Order, base: &Base<'_>, file: &str) -> Result<LoraTensor> {
+    let Pair { path, rank, alpha, mut a, mut b, width, out } = pair;
+    let named = |e: Error| Error::new(format!("{file}: tensors of `{path}`: {e}"));
+    if let Some(order) = order(rows, out, base).map_err(named)? {
+        b = gather(&b, rank, &order);
+    }
+    if let Some(order) = order(cols, width, base).map_err(named)? {
+        a = gather_columns(&a, &order);
+    }
+    Ok(LoraTensor { rank, a, b, scale: scale(alpha, rank) })
+}
+
+/// The pairs of all experts as one.
+fn stack(
+    target: &str,
+    rows: Order,
+    cols: Order,
+    experts: BTreeMap<usize, Pair>,
+    base: &Base<'_>,
+    file: &str,
+) -> Result<LoraTensor> {
+    let count = base.projection(target)?.experts.unwrap_or(1);
+    let wanted = experts.values().next().map(|p| (p.rank, p.alpha));
+    if let Some(missing) = (0..count).find(|e| !experts.contains_key(e)) {
+        return Err(Error::new(format!(
+            "{file}: expert {missing} of `{target}` has no tensors, but others have; GGUF has \
+             room for all or none"
+        )));
+    }
+    let mut out: Option<LoraTensor> = None;
+    for (e, pair) in experts {
+        if wanted != Some((pair.rank, pair.alpha)) {
+            return Err(Error::new(format!(
+                "{file}: expert {e} of `{target}` has another rank or alpha than expert 0; GGUF \
+                 has one for all"
+            )));
+        }
+        let next = ordered(pair, rows, cols, base, file)?;
+        match &mut out {
+            None => out = Some(next),
+            Some(out) => {
+                out.a.extend_from_slice(&next.a);
+                out.b.extend_from_slice(&next.b);
+            }
+        }
+    }
+    out.ok_or_else(|| Error::new(format!("{file}: `{target}` has no tensors")))
+}
+
+/// Writes a folder, which may be there already. While the files are replaced, there is no
+/// configuration, so that the folder is the old adapter, the new one, or visibly none.
+///
+/// # Errors
+/// When PEFT has no name for a target, or a file cannot be written.
+pub(crate) fn write(adapter: &Adapter, folder: &Path, base: &Base<'_>) -> Result<()> {
+    let family = family(base.arch)?;
+    let mut modules = Vec::new();
+    let mut tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
+    let mut parameter_layers: BTreeSet<usize> = BTreeSet::new();
+    for (target, t) in &adapter.tensors {
+        let of = base.projection(target)?;
+        let alpha = f64::from(effective_alpha(t.scale, t.rank));
+        if target == "output.weight" {
+            let written = Written { path: "lm_head".into(), parameter: false, rank: t.rank, alpha };
+            modules.push(written);
+            add(&mut tensors, "lm_head", t.rank, &of, t.a.clone(), t.b.clone());
+            continue;
+        }
+        let (layer, module) = family.module(target).ok_or_else(|| {
+            Error::new(format!(
+                "PEFT has no name for `{target}` of architecture `{}`, so the adapter cannot be \
+                 written as a PEFT folder",
+                base.arch
+            ))
+        })?;
+        let (rows, cols) = (order(module.rows, of.out, base)?, order(module.cols, of.width, base)?);
+        let (rows, cols) = (rows.map(|o| inverse(&o)), cols.map(|o| inverse(&o)));
+        let there = |a: &[f32], b: &[f32]| {
+            let a = cols.as_ref().map_or_else(|| a.to_vec(), |order| gather_columns(a, order));
+            let b = rows.as_ref().map_or_else(|| b.to_vec(), |order| gather(b, t.rank, order));
+            (a, b)
+        };
+        let Some(count) = of.experts else {
+            let path = format!("model.layers.{layer}.{}", module.path);
+            let (a, b) = there(&t.a, &t.b);
+            // Since transformers 5 a router is no linear layer.
+            let parameter = family.fused && module.tensor == "ffn_gate_inp";
+            let listed = if parameter { format!("{path}.weight") } else { path.clone() };
+            modules.push(Written { path: listed, parameter, rank: t.rank, alpha });
+            add(&mut tensors, &path, t.rank, &of, a, b);
+            continue;
+        };
+        if family.fused {
+            if parameter_layers.insert(layer) {
+                for (half, written, rows, a, b) in fuse(adapter, layer, base)? {
+                    let path = match half {
+                        Half::Inner => format!("model.layers.{layer}.mlp.experts.base_layer"),
+                        Half::Outer => format!("model.layers.{layer}.mlp.experts"),
+                    };
+                    modules.push(written);
+                    insert(&mut tensors, &path, rows, a, b);
+                }
+            }
+            continue;
+        }
+        let (a_len, b_len) = (t.rank * of.width, t.rank * of.out);
+        for e in 0..count {
+            let path = format!("model.layers.{layer}.{}", module.path.replace("{}", &e.to_string()));
+            let a = t.a.get(e * a_len..(e + 1) * a_len).unwrap_or_default();
+            let b = t.b.get(e * b_len..(e + 1) * b_len).unwrap_or_default();
+            let (a, b) = there(a, b);
+            modules.push(Written { path: path.clone(), parameter: false, rank: t.rank, alpha });
+            add(&mut tensors, &path, t.rank, &of, a, b);
+        }
+    }
+    let everywhere = |written: &Written| is_everywhere(written, adapter, base, family);
+    let name = base.metadata.opt_str("general.name")?.unwrap_or(base.arch);
+    let config = config::text(name, &modules, &everywhere)?;
+
+    let views: Vec<(&String, TensorView<'_>)> = tensors
+        .iter()
+        .map(|(name, (shape, values))| {
+            let bytes = bytemuck::cast_slice(values);
+            Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(unwritable)?))
+        })
+        .collect::<Result<_>>()?;
+    // As `save_file` of the Python package, which PEFT calls.
+    let note = [("format".to_string(), "pt".to_string())].into();
+    let data = safetensors::serialize(views, Some(note)).map_err(unwritable)?;
+    replace(folder, &data, &config)
+}
+
+fn unwritable(e: safetensors::SafeTensorError) -> Error {
+    Error::new(format!("the adapter cannot be written as safetensors: {e}"))
+}
+
+type Tensors = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
+fn add(to: &mut Tensors, path: &str, rank: usize, of: &Projection, a: Vec<f32>, b: Vec<f32>) {
+    insert(to, path, [rank, of.width, of.out], a, b);
+}
+
+/// A pair `[rows, width]` and `[out, rows]`.
+fn insert(to: &mut Tensors, path: &str, dims: [usize; 3], a: Vec<f32>, b: Vec<f32>) {
+    let [rows, width, out] = dims;
+    to.insert(format!("base_model.model.{path}.lora_A.weight"), (vec![rows, width], a));
+    to.insert(format!("base_model.model.{path}.lora_B.weight"), (vec![out, rows], b));
+}
+
+/// Whether every module of the model whose path ends like this one's has an adapter, so that the
+/// end alone can stand for all.
+fn is_everywhere(written: &Written, adapter: &Adapter, base: &Base<'_>, family: &Family) -> bool {
+    if written.path == "lm_head" {
+        return true;
+    }
+    let leaf = |path: &str| path.rsplit('.').next().unwrap_or_default().to_string();
+    let wanted = match written.parameter {
+        // The parameters stand for their tensors.
+        true if written.path.ends_with(".mlp.gate.weight") => "gate".to_string(),
+        true => return fused_everywhere(adapter, base),
+        false => leaf(&written.path),
+    };
+    base.projections.keys().all(|target| {
+        let same = family.module(target).is_some_and(|(_, m)| leaf(m.path) == wanted);
+        !same || adapter.tensors.contains_key(target)
+    })
+}
+
+fn fused_everywhere(adapter: &Adapter, base: &Base<'_>) -> bool {
+    let routed = base.projections.iter().filter(|(_, of)| of.experts.is_some());
+    routed.into_iter().all(|(target, _)| adapter.tensors.contains_key(target))
+}
+
+fn replace(folder: &Path, data: &[u8], config: &[u8]) -> Result<()> {
+    let mut moves = Vec::new();
+    let written = (|| {
+        fs::create_dir_all(folder)?;
+        for (file, bytes) in [(TENSORS, data), (CONFIG, config)] {
+            let temporary = folder.join(format!(".{file}.{}.tmp", std::process::id()));
+            moves.push((temporary.clone(), folder.join(file)));
+            let mut out = File::create(&temporary)?;
+            out.write_all(bytes)?;
+            out.sync_all()?;
+        }
+        match fs::remove_file(folder.join(CONFIG)) {
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        for (from, to) in &moves {
+            fs::rename(from, to)?;
+        }
+        if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
+    })();
+    written.map_err(|e: std::io::Error| {
+        for (temporary, _) in &moves {
+            // Best effort: the error that is reported is the first one.
+            let _ = fs::remove_file(temporary);
+        }
+        Error::new(format!("{}: the adapter cannot be written: {e}", folder.display()))
+    })
+}
