@@ -23,7 +23,7 @@ pub use checkpoint::{Checkpoints, Snapshot};
 pub use config::TrainConfig;
 pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
-pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, loss_of};
+pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, Walks, loss_of};
 pub use optimizer::{Method, Optimizer, Schedule};
 pub use targets::select_targets;
 pub use trainer::{Advance, Event, Outcome, Start, Trainer};
