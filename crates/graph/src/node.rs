@@ -246,8 +246,9 @@ impl Graph {
         &self.nodes[id.index()]
     }
 
-    /// Sets what a node is for; for graph rewrites.
-    pub(crate) fn set_pass(&mut self, id: NodeId, pass: Pass) {
+    /// Sets what a node is for: graph rewrites, and nodes that take part of a gradient, which are
+    /// gradient nodes themselves.
+    pub fn set_pass(&mut self, id: NodeId, pass: Pass) {
         if let Some(node) = self.nodes.get_mut(id.index()) {
             node.pass = pass;
         }

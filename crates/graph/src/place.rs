@@ -541,22 +541,42 @@ impl Placed {
         output: usize,
         to: &mut [u8],
     ) -> std::result::Result<(), Fault> {
+        let whole = self.outputs().nth(output).map(|slot| slot.range.len());
+        if let Some(bytes) = whole.filter(|&bytes| bytes != to.len()) {
+            let message = format!("{bytes} bytes are read into {}", to.len());
+            return Err(Fault::binding("", message));
+        }
+        self.read_part(workspace, output, 0, to)
+    }
+
+    /// Copies the bytes of an output from `at` on to host memory, as many as fit in `to`: who may
+    /// not be busy for long reads piece by piece.
+    ///
+    /// # Errors
+    /// `Fault` when there is no such output, or it ends before.
+    pub fn read_part(
+        &self,
+        workspace: &Workspace,
+        output: usize,
+        at: usize,
+        to: &mut [u8],
+    ) -> std::result::Result<(), Fault> {
         let none = || Fault::binding("", format!("the graph has no output {output} to read"));
-        let at = self.outputs.get(output).ok_or_else(none)?;
-        let part = self.parts.get(at.part).ok_or_else(none)?;
-        let range = part.plan.outputs.get(at.output).ok_or_else(none)?.range.clone();
-        let Some(staged) = at.staged else {
+        let place = self.outputs.get(output).ok_or_else(none)?;
+        let part = self.parts.get(place.part).ok_or_else(none)?;
+        let range = part.plan.outputs.get(place.output).ok_or_else(none)?.range.clone();
+        let (start, len) = (at, to.len());
+        let end = start.checked_add(len).filter(|&end| end <= range.len()).ok_or_else(|| {
+            let message = format!("{len} bytes from {start} on are read of {}", range.len());
+            Fault::binding("", message)
+        })?;
+        let Some(staged) = place.staged else {
             let arena = workspace.arenas.get(part.device).and_then(Option::as_ref);
-            return arena.ok_or_else(none)?.read(range, to);
+            return arena.ok_or_else(none)?.read(range.start + start..range.start + end, to);
         };
         let buffer = workspace.staged.get(staged).ok_or_else(none)?;
         let bytes: &[u8] = bytemuck::cast_slice(buffer);
-        let bytes = bytes.get(..range.len()).ok_or_else(none)?;
-        if bytes.len() != to.len() {
-            let message = format!("{} bytes are read into {}", bytes.len(), to.len());
-            return Err(Fault::binding("", message));
-        }
-        to.copy_from_slice(bytes);
+        to.copy_from_slice(bytes.get(start..end).ok_or_else(none)?);
         Ok(())
     }
 }

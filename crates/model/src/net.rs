@@ -134,6 +134,9 @@ pub struct Net<'a> {
     /// Per layer with attention, the keys `[T, Hkv, D]` and values `[T, Hkv, Dv]` of the rows, in the cache's
     /// dtype: what the engine appends to the cache.
     pub kv: Vec<(NodeId, NodeId)>,
+    /// The same as they were computed, f32: where the gradients arrive that later rows send to
+    /// them, straight through the rounding.
+    pub computed: Vec<(NodeId, NodeId)>,
     /// The states of recurrent layers, as [`crate::Geometry::states`] lists them.
     pub states: Vec<StateNodes>,
     config: &'a NetConfig,
@@ -159,9 +162,9 @@ impl<'a> Net<'a> {
     /// An empty graph over these tensors.
     pub fn new(tensors: &'a dyn TensorSource, config: &'a NetConfig) -> Net<'a> {
         let (used, plain, projections) = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new());
-        let (graph, kv, states) = (Graph::new(), Vec::new(), Vec::new());
+        let (graph, kv, computed, states) = (Graph::new(), Vec::new(), Vec::new(), Vec::new());
         let (layer, head) = (None, None);
-        Net { graph, kv, states, config, tensors, layer, head, used, plain, projections }
+        Net { graph, kv, computed, states, config, tensors, layer, head, used, plain, projections }
     }
 
     /// What it is built for.
@@ -493,6 +496,7 @@ impl<'a> Net<'a> {
         let k_kept = self.graph.cast(k, config.cache)?;
         let v_kept = self.graph.cast(v, config.cache)?;
         self.kv.push((k_kept, v_kept));
+        self.computed.push((k, v));
 
         let seqs = self.input("seqs", &[config.seqs, 3])?;
         let mut args = vec![q, k_seen, v_seen, seqs];

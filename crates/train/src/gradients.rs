@@ -1,20 +1,27 @@
-//! The gradient of a window's loss: the model's own graph, differentiated.
+//! The gradient of a window's loss: the model's own graph, differentiated; or, for a window longer
+//! than a graph, those of its chunks.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::Deref;
+mod graphs;
+mod memory;
+mod walk;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use graph::{
-    DType, Device, Leaf, NodeId, Placed, Policy, Position, Recompute, Shape, Stop, Workspace,
-};
-use model::{Adapter, EntryStates, Model, Net, NetConfig, Weights};
+use graph::{DType, Device, Placed, Policy, Recompute, Shape, Stop, Workspace};
+use model::{Adapter, Model, Weights};
 
-use crate::{Error, Example, Result, Window};
+use self::graphs::{Built, Inputs, Kind, Run};
+use self::memory::Memory;
+use self::walk::Walk;
+use crate::{Error, Example, Result, Window, pack};
 
 /// What a gradient graph is built for.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct GraphConfig {
-    /// Rows of a window; shorter windows are padded.
+    /// Rows of a graph; shorter windows are padded, longer ones are walked (see [`Walks`]).
     pub rows: usize,
     /// The dtype keys and values pass through; the cache's when the adapter is served.
     pub cache: DType,
@@ -33,6 +40,21 @@ impl Default for GraphConfig {
             placement: Policy::Fallback,
         }
     }
+}
+
+/// How windows longer than a graph are walked, chunk by chunk, each as long as a graph.
+///
+/// The loss, bit for bit, and the gradient are those of the whole window.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Walks {
+    /// Rows of the longest window.
+    pub window: usize,
+    /// Positions before a chunk that its attention sends gradients back to; 0 for all of them.
+    /// Attention sees all positions in any case, and the gradients of recurrent states are exact.
+    pub horizon: usize,
+    /// Bytes of host memory that walks may take; 0 for no bound. States of recurrent layers are
+    /// kept more rarely, and computed again, where that is needed to stay below.
+    pub host_budget: usize,
 }
 
 /// What a gradient is taken of: an adapter's matrices, and float tensors of the model by name.
@@ -54,39 +76,38 @@ pub struct Measured {
     pub grads: BTreeMap<String, Vec<f32>>,
 }
 
-/// Bytes of logits computed at a time.
-const PIECE_BYTES: usize = 128 << 20;
-
 /// Most packed sequences of a window, per row.
 const SEQS_PER_ROW: usize = 4;
 
-struct Built {
-    logit_rows: usize,
-    /// Without gradients: the loss alone.
-    forward: bool,
-    placed: Placed,
-    /// Its outputs: negative log-likelihoods per piece of rows, then the gradients.
-    pieces: usize,
-    grads: Vec<String>,
-}
+/// The longest window, in rows.
+const LONGEST: usize = 1 << 20;
 
-/// A window on its way through a graph: its inputs, and how far the run has come.
+/// A window on its way through its graphs: their inputs, and how far the run has come.
 pub struct Pass {
-    built: usize,
-    position: Position,
-    ints: Vec<(&'static str, Vec<i32>)>,
-    /// For each leaf of the graph, which of [`bindable`] it is bound to.
-    binds: Vec<usize>,
-    /// Per row that carries loss.
-    weights: Vec<f32>,
+    course: Course,
     /// Rows, padding not counted.
     rows: usize,
+}
+
+enum Course {
+    /// Through one graph.
+    Whole(Run),
+    /// Chunk by chunk.
+    Walk(Box<Walk>),
 }
 
 impl Pass {
     /// Rows the window has, padding not counted.
     pub fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// True when the window has graphs left to run, after the gradients there are have been taken.
+    pub fn goes_on(&self) -> bool {
+        match &self.course {
+            Course::Whole(_) => false,
+            Course::Walk(walk) => walk.goes_on(),
+        }
     }
 }
 
@@ -95,8 +116,12 @@ impl Pass {
 pub struct Gradients<M> {
     model: M,
     config: GraphConfig,
+    walks: Option<Walks>,
     built: Vec<Built>,
     workspace: Workspace,
+    memory: Memory,
+    /// Most chunks of any walk prepared so far, and of any with gradients.
+    chunks: (usize, usize),
     /// The device that nodes fall back to, and the weights it holds for them.
     fallback: Option<(Arc<dyn Device>, Weights)>,
 }
@@ -105,16 +130,40 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     /// For a model.
     ///
     /// # Errors
-    /// When the window is empty or longer than 2^20 rows.
+    /// When the graph has no rows or more than 2^20.
     pub fn new(model: M, config: GraphConfig) -> Result<Gradients<M>> {
-        if config.rows == 0 || config.rows > 1 << 20 {
+        if config.rows == 0 || config.rows > LONGEST {
             return Err(Error::Setting(format!(
                 "the window is {} rows, expected 1 to 2^20",
                 config.rows
             )));
         }
-        let workspace = Workspace::default();
-        Ok(Gradients { model, config, built: Vec::new(), workspace, fallback: None })
+        Ok(Gradients {
+            model,
+            config,
+            walks: None,
+            built: Vec::new(),
+            workspace: Workspace::default(),
+            memory: Memory::default(),
+            chunks: (0, 0),
+            fallback: None,
+        })
+    }
+
+    /// With windows that are longer than a graph.
+    ///
+    /// # Errors
+    /// When the window is shorter than a graph or longer than 2^20 rows.
+    pub fn with_walks(mut self, walks: Walks) -> Result<Gradients<M>> {
+        let rows = self.config.rows;
+        if walks.window < rows || walks.window > LONGEST {
+            return Err(Error::Setting(format!(
+                "the window is {} rows, expected those of a chunk, {rows}, to 2^20",
+                walks.window
+            )));
+        }
+        self.walks = Some(walks);
+        Ok(self)
     }
 
     /// With another device for what the model's own has no kernel for. Weights that such a node
@@ -122,11 +171,6 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     pub fn with_fallback(mut self, device: Arc<dyn Device>) -> Gradients<M> {
         self.fallback = Some((device, Weights::default()));
         self
-    }
-
-    fn devices(&self) -> Vec<&dyn Device> {
-        let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
-        std::iter::once(self.model.device().as_ref()).chain(fallback).collect()
     }
 
     pub(crate) fn model(&self) -> &Model {
@@ -152,51 +196,106 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         }
     }
 
+    /// Rows of the longest window: of one sequence, where that is longer than a graph.
+    pub fn longest(&self) -> usize {
+        self.walks.map_or(self.config.rows, |walks| walks.window)
+    }
+
+    /// Puts examples into windows: those longer than a graph each into its own, the others as
+    /// [`pack`] does. Returns the examples' indices per window.
+    ///
+    /// # Errors
+    /// Names the first example that does not fit a window alone.
+    pub fn pack(&self, examples: &[Example], order: &[usize]) -> Result<Vec<Vec<usize>>> {
+        let (rows, longest) = (self.config.rows, self.longest());
+        let of = |i: &usize| examples.get(*i).map_or(0, Example::rows);
+        if let Some(i) = order.iter().find(|i| of(i) > longest) {
+            return Err(Error::Data(format!(
+                "example {} has {} tokens; a window takes 2 to {}; use a larger window",
+                i + 1,
+                of(i) + 1,
+                longest + 1
+            )));
+        }
+        let (long, short): (Vec<_>, Vec<_>) =
+            order.iter().enumerate().partition(|e| of(e.1) > rows);
+        let short: Vec<usize> = short.into_iter().map(|e| *e.1).collect();
+        let packed = pack(examples, &short, rows, self.most_sequences())?;
+        if long.is_empty() {
+            return Ok(packed);
+        }
+        // As windows do that share: each stands where its longest example does in the order.
+        let place: HashMap<usize, usize> =
+            order.iter().enumerate().map(|(at, &i)| (i, at)).collect();
+        let of_window = |window: &Vec<usize>| {
+            let places = window.iter().map(|i| (Reverse(of(i)), place.get(i).copied()));
+            places.min().and_then(|longest| longest.1)
+        };
+        let long = long.into_iter().map(|(_, &i)| vec![i]);
+        let mut windows: Vec<Vec<usize>> = packed.into_iter().chain(long).collect();
+        windows.sort_by_key(of_window);
+        Ok(windows)
+    }
+
     /// The plan for windows of which every row may carry loss: the largest there is.
     ///
     /// # Errors
     /// The refusal, when the graph cannot be differentiated or run.
     pub fn plan(&mut self, parameters: &Parameters) -> Result<&Placed> {
-        self.plan_of_rows(self.config.rows, parameters)
-    }
-
-    /// The plan for windows of which up to `labelled` rows carry loss.
-    ///
-    /// # Errors
-    /// As [`Gradients::plan`].
-    pub fn plan_for(&mut self, labelled: usize, parameters: &Parameters) -> Result<&Placed> {
-        self.plan_of_rows(bucket(labelled), parameters)
-    }
-
-    fn plan_of_rows(&mut self, logit_rows: usize, parameters: &Parameters) -> Result<&Placed> {
-        let i = self.build(logit_rows, false, parameters)?;
+        let kind = Kind { labelled: self.config.rows, earlier: None, backward: true };
+        let i = self.build(kind, parameters)?;
         match self.built.get(i) {
             Some(built) => Ok(&built.placed),
             None => Err(Error::Stopped("a plan went missing".into())),
         }
     }
 
-    /// Builds the graph for windows of which `labelled` rows carry loss, or only its loss where
-    /// `forward`, so that no step has to.
+    /// Builds the graphs that a window needs, or only those of its loss where `forward`, so that
+    /// no step has to. Returns the bytes of the arena of the largest, and those each thread
+    /// scratches on beside it.
     ///
     /// # Errors
-    /// As [`Gradients::plan`].
+    /// The refusal; or a window that does not fit or has no token that carries loss.
     pub fn prepare(
         &mut self,
-        labelled: usize,
+        window: &Window,
         forward: bool,
         parameters: &Parameters,
-    ) -> Result<()> {
-        self.build(bucket(labelled), forward, parameters).map(|_| ())
+    ) -> Result<(usize, usize)> {
+        let kinds = match self.is_walked(window) {
+            true => self.survey(window, forward, parameters)?.kinds(),
+            false => {
+                vec![Kind { labelled: bucket(labelled(window)), earlier: None, backward: !forward }]
+            }
+        };
+        let mut largest = (0, 0);
+        for kind in kinds {
+            let i = self.build(kind, parameters)?;
+            let placed = self.built.get(i).map(|built| &built.placed);
+            let (arena, scratch) = placed.map_or((0, 0), |p| (p.arena_bytes(), p.scratch_bytes()));
+            largest = (largest.0.max(arena), largest.1.max(scratch));
+        }
+        Ok(largest)
     }
 
-    /// Bytes of memory that runs of all graphs built so far take.
+    /// True for a window that goes through its graphs chunk by chunk.
+    fn is_walked(&self, window: &Window) -> bool {
+        self.walks.is_some() && window.rows() > self.config.rows
+    }
+
+    /// Bytes of memory that runs of all windows prepared so far take, in arenas and between them.
     pub fn planned_bytes(&self) -> usize {
         let bytes = |b: &Built| b.placed.arena_bytes() + b.placed.staged_bytes();
-        self.built.iter().map(bytes).max().unwrap_or(0)
+        self.built.iter().map(bytes).max().unwrap_or(0) + self.walk_bytes()
     }
 
-    /// Takes the memory for all graphs built so far now, so that a run never has to and never
+    /// Bytes of host memory that walks of all windows prepared so far take: keys, values, their
+    /// gradients and recurrent states.
+    pub fn walk_bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    /// Takes the memory for all windows prepared so far now, so that a run never has to and never
     /// holds a smaller arena beside a larger one.
     ///
     /// # Errors
@@ -205,26 +304,8 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let mut largest: Vec<usize> = (0..self.built.len()).collect();
         let bytes = |i: &usize| self.built.get(*i).map_or(0, |b| b.placed.arena_bytes());
         largest.sort_by_key(|i| std::cmp::Reverse(bytes(i)));
-        largest.into_iter().try_for_each(|i| self.take(i))
-    }
-
-    /// Takes the memory for a built graph, and loads the weights it reads elsewhere.
-    fn take(&mut self, built: usize) -> Result<()> {
-        let Some(Built { placed, .. }) = self.built.get(built) else {
-            return Err(Error::Stopped("a plan went missing".into()));
-        };
-        let mut workspace = std::mem::take(&mut self.workspace);
-        let reserved = placed.reserve(&self.devices(), &mut workspace);
-        self.workspace = workspace;
-        reserved?;
-        if let Some((device, weights)) = &mut self.fallback {
-            let there = |l: &&graph::PlacedLeaf| l.device == 1 && l.resident;
-            let names = placed.leaves.iter().filter(there).map(|l| &*l.slot.name);
-            let missing: Vec<String> =
-                names.filter(|n| weights.get(n).is_none()).map(String::from).collect();
-            weights.extend(self.model.load_on(&missing, device.as_ref())?);
-        }
-        Ok(())
+        largest.into_iter().try_for_each(|i| self.take(i))?;
+        self.memory.reserve()
     }
 
     /// The arena's size and the highest byte any run has written, in bytes; both 0 before the
@@ -246,19 +327,29 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         stop: &dyn Stop,
     ) -> Result<Measured> {
         let mut pass = self.begin(window, total, false, parameters)?;
-        while !self.advance(&mut pass, parameters, stop)? {}
-        let loss = self.loss(&pass)?;
-        let mut grads = BTreeMap::new();
-        for (i, name) in parameters.names().into_iter().enumerate() {
-            let mut grad = Vec::new();
-            self.gradient(&pass, i, &mut grad)?;
-            grads.insert(name, grad);
+        let mut grads: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+        let mut grad = Vec::new();
+        loop {
+            while !self.advance(&mut pass, parameters, stop)? {}
+            for (i, name) in parameters.names().into_iter().enumerate() {
+                if !self.gradient(&pass, i, &mut grad)? {
+                    continue;
+                }
+                match grads.get_mut(&name) {
+                    Some(sum) => sum.iter_mut().zip(&grad).for_each(|(a, b)| *a += b),
+                    None => {
+                        grads.insert(name, std::mem::take(&mut grad));
+                    }
+                }
+            }
+            if !pass.goes_on() {
+                return Ok(Measured { loss: self.loss(&pass)?, grads });
+            }
         }
-        Ok(Measured { loss, grads })
     }
 
-    /// Lays a window out as the inputs of its graph, which is built if it is new. `total` is as
-    /// for [`Gradients::of`]; where `forward`, only the loss is computed.
+    /// Lays a window out as the inputs of its graphs, which are built if they are new. `total` is
+    /// as for [`Gradients::of`]; where `forward`, only the loss is computed.
     ///
     /// # Errors
     /// The refusal; or a window that does not fit, has a token outside of the vocabulary, or no
@@ -271,74 +362,35 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         parameters: &Parameters,
     ) -> Result<Pass> {
         let vocab = self.model.geometry().vocab;
-        let rows = self.config.rows;
-        if window.rows() > rows || window.examples.len() > self.most_sequences() {
+        let tokens = window.examples.iter().flat_map(|e| &e.tokens);
+        if let Some(bad) = tokens.into_iter().find(|&&t| t as usize >= vocab) {
+            return Err(Error::Data(format!("token {bad} is outside of the vocabulary")));
+        }
+        if total.is_nan() || total <= 0.0 || labelled(window) == 0 {
+            return Err(Error::Data("no token of the window carries loss".into()));
+        }
+        let rows = window.rows();
+        if self.is_walked(window) {
+            let walk = self.begin_walk(window, total, forward, parameters)?;
+            return Ok(Pass { course: Course::Walk(Box::new(walk)), rows });
+        }
+        let (fit, most) = (self.config.rows, self.most_sequences());
+        if rows > fit || window.examples.len() > most {
             return Err(Error::Data(format!(
-                "a window of {} rows and {} sequences; at most {rows} and {} fit",
-                window.rows(),
+                "a window of {rows} rows and {} sequences; at most {fit} and {most} fit",
                 window.examples.len(),
-                self.most_sequences()
             )));
         }
-        if total.is_nan() || total <= 0.0 {
-            return Err(Error::Data("no token of the window carries loss".into()));
-        }
-        let mut tokens = vec![0i32; rows];
-        let mut positions = vec![0i32; rows];
-        let mut slots = vec![-1i32; rows];
-        let mut seqs = vec![0i32; self.most_sequences() * 3];
-        let (mut logit_rows, mut labels, mut weights) = (Vec::new(), Vec::new(), Vec::new());
-        let mut first = 0usize;
-        for (i, example) in window.examples.iter().enumerate() {
-            let n = example.tokens.len().saturating_sub(1);
-            if let Some(bad) = example.tokens.iter().find(|&&t| t as usize >= vocab) {
-                return Err(Error::Data(format!("token {bad} is outside of the vocabulary")));
-            }
-            for (k, value) in [first, n, 0].into_iter().enumerate() {
-                put(&mut seqs, i * 3 + k, value as i32);
-            }
-            let next = example.tokens.iter().zip(&example.weights).skip(1);
-            for (j, (&token, (&label, &weight))) in example.tokens.iter().zip(next).enumerate() {
-                put(&mut tokens, first + j, token as i32);
-                put(&mut positions, first + j, j as i32);
-                put(&mut slots, first + j, 0);
-                if weight != 0.0 {
-                    logit_rows.push((first + j) as i32);
-                    labels.push(label as i32);
-                    weights.push((f64::from(weight) / total) as f32);
-                }
-            }
-            first += n;
-        }
-        let wanted = logit_rows.len();
-        if wanted == 0 {
-            return Err(Error::Data("no token of the window carries loss".into()));
-        }
-        let bucket = bucket(wanted);
-        logit_rows.resize(bucket, 0);
-        labels.resize(bucket, -1);
-        weights.resize(bucket, 0.0);
-        let head_slots: Vec<i32> = labels.iter().map(|&l| if l < 0 { -1 } else { 0 }).collect();
-        let built = self.build(bucket, forward, parameters)?;
-        self.take(built)?;
-        let ints = vec![
-            ("tokens", tokens),
-            ("positions", positions),
-            ("seqs", seqs),
-            ("logit_rows", logit_rows),
-            ("labels", labels),
-            ("lora_rows.0", slots),
-            ("lora_rows.0.head", head_slots),
-        ];
-        let position = Position::default();
-        let rows = window.rows();
-        let mut pass = Pass { built, position, ints, binds: Vec::new(), weights, rows };
-        pass.binds = self.binds(&pass, parameters)?;
-        Ok(pass)
+        let labelled = bucket(labelled(window));
+        let all = window.examples.iter().map(|e| (e, 0..e.rows()));
+        let inputs = lay_out(all, (fit, most, labelled), total);
+        let kind = Kind { labelled, earlier: None, backward: !forward };
+        let run = self.begin_run(kind, inputs, None, parameters)?;
+        Ok(Pass { course: Course::Whole(run), rows })
     }
 
-    /// Runs on until the end, which is true, or until `stop` says so. The parameters must not
-    /// have moved since the pass began.
+    /// Runs on until there are gradients to take or the window is done, which is true, or until
+    /// `stop` says so. The parameters must not have moved since the pass began.
     ///
     /// # Errors
     /// A fault, naming the node.
@@ -348,25 +400,9 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         parameters: &Parameters,
         stop: &dyn Stop,
     ) -> Result<bool> {
-        // By field, since the workspace is borrowed beside it.
-        let Some(Built { placed, .. }) = self.built.get(pass.built) else {
-            return Err(Error::Stopped("a plan went missing".into()));
-        };
-        let mut all = Vec::new();
-        let elsewhere = self.fallback.as_ref().map(|(_, weights)| weights);
-        all.extend(bindable(&self.model, elsewhere, pass, parameters).map(|(_, leaf)| leaf));
-        let lost = || Error::Stopped("a leaf of a pass went missing".into());
-        let bound = pass.binds.iter().map(|&i| all.get(i).copied().ok_or_else(lost));
-        let leaves = bound.collect::<Result<Vec<_>>>()?;
-        let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
-        let own = self.model.device().as_ref();
-        let devices: Vec<&dyn Device> = std::iter::once(own).chain(fallback).collect();
-        match placed.run(&devices, &leaves, &mut self.workspace, pass.position, stop)? {
-            Some(at) => {
-                pass.position = at;
-                Ok(false)
-            }
-            None => Ok(true),
+        match &mut pass.course {
+            Course::Whole(run) => self.advance_run(run, parameters, stop),
+            Course::Walk(walk) => self.advance_walk(walk, parameters, stop),
         }
     }
 
@@ -375,18 +411,14 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     /// # Errors
     /// When it is not finite.
     pub fn loss(&self, pass: &Pass) -> Result<f64> {
-        let built = self.built(pass)?;
-        let mut loss = 0.0;
-        let mut weights = pass.weights.iter();
-        for (i, slot) in built.placed.outputs().enumerate().take(built.pieces) {
-            let mut nll = vec![0f32; slot.shape.elements()];
-            built.placed.read(&self.workspace, i, bytemuck::cast_slice_mut(&mut nll))?;
-            for (value, &weight) in nll.into_iter().zip(&mut weights) {
-                if weight != 0.0 {
-                    loss += f64::from(weight) * f64::from(value);
-                }
+        let loss = match &pass.course {
+            Course::Whole(run) => {
+                let mut nll = Vec::new();
+                self.losses_of(run, &mut nll)?;
+                weigh(0.0, &run.inputs.weights, &nll)
             }
-        }
+            Course::Walk(walk) => walk.loss(),
+        };
         match loss.is_finite() {
             true => Ok(loss),
             false => Err(Error::Stopped(format!("the loss is {loss}, at node `loss`"))),
@@ -394,151 +426,77 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     }
 
     /// The gradient of parameter `index`, in the order of [`Parameters::names`], of a pass that
-    /// has come to its end.
+    /// has come to where gradients are to be taken. False where it is zero, since nothing that was
+    /// run depends on the parameter; then `to` is left empty.
     ///
     /// # Errors
     /// When it is not finite, by name.
-    pub fn gradient(&self, pass: &Pass, index: usize, to: &mut Vec<f32>) -> Result<()> {
-        let built = self.built(pass)?;
-        let missing = || Error::Stopped(format!("a pass has no gradient {index}"));
-        let slot = built.placed.outputs().nth(built.pieces + index).ok_or_else(missing)?;
-        let name = built.grads.get(index).ok_or_else(missing)?;
-        to.clear();
-        to.resize(slot.shape.elements(), 0.0);
-        let bytes = bytemuck::cast_slice_mut(to);
-        built.placed.read(&self.workspace, built.pieces + index, bytes)?;
-        match to.iter().all(|g| g.is_finite()) {
-            true => Ok(()),
-            false => Err(Error::Stopped(format!("the gradient of `{name}` is not finite"))),
+    pub fn gradient(&self, pass: &Pass, index: usize, to: &mut Vec<f32>) -> Result<bool> {
+        match &pass.course {
+            Course::Whole(run) => self.gradient_of(run, index, to),
+            Course::Walk(walk) => self.gradient_of(walk.run()?, index, to),
         }
     }
+}
 
-    /// What each leaf of a pass's graph is bound to, found by name once for all its segments.
-    fn binds(&self, pass: &Pass, parameters: &Parameters) -> Result<Vec<usize>> {
-        let elsewhere = self.fallback.as_ref().map(|(_, weights)| weights);
-        let mut by_name: HashMap<(String, bool), usize> = HashMap::new();
-        for (i, (name, _)) in bindable(&self.model, elsewhere, pass, parameters).enumerate() {
-            let name = match name {
-                Bindable::Named(name) => (name.to_string(), false),
-                Bindable::Lora(target, part) => (format!("0:{target}.{part}"), false),
-                Bindable::Elsewhere(name) => (name.to_string(), true),
-            };
-            // The first of a name: a trained weight before the model's own.
-            by_name.entry(name).or_insert(i);
-        }
-        let placed = &self.built(pass)?.placed;
-        let bind = |leaf: &graph::PlacedLeaf| {
-            let name = leaf.slot.name.to_string();
-            let unbound = || Error::Stopped(format!("nothing is bound to `{}`", leaf.slot.name));
-            by_name.get(&(name, leaf.device == 1 && leaf.resident)).copied().ok_or_else(unbound)
-        };
-        placed.leaves.iter().map(bind).collect()
-    }
+/// How many tokens of a window carry loss.
+fn labelled(window: &Window) -> usize {
+    window.examples.iter().map(Example::labelled).sum()
+}
 
-    fn built(&self, pass: &Pass) -> Result<&Built> {
-        self.built.get(pass.built).ok_or_else(|| Error::Stopped("a plan went missing".into()))
-    }
+/// A sum and, in order, losses with their weights.
+fn weigh(sum: f64, weights: &[f32], nll: &[f32]) -> f64 {
+    let pairs = weights.iter().zip(nll).filter(|p| *p.0 != 0.0);
+    pairs.fold(sum, |sum, (&weight, &nll)| sum + f64::from(weight) * f64::from(nll))
+}
 
-    /// The index of the built graph for so many loss rows.
-    fn build(
-        &mut self,
-        logit_rows: usize,
-        forward: bool,
-        parameters: &Parameters,
-    ) -> Result<usize> {
-        let same = |b: &Built| (b.logit_rows, b.forward) == (logit_rows, forward);
-        if let Some(i) = self.built.iter().position(same) {
-            return Ok(i);
+/// The inputs of a graph of so many rows, sequences and rows with loss: of each example the rows
+/// of a range, whose positions come after those before it.
+fn lay_out<'a>(
+    examples: impl Iterator<Item = (&'a Example, Range<usize>)>,
+    (rows, sequences, labelled): (usize, usize, usize),
+    total: f64,
+) -> Inputs {
+    let mut tokens = vec![0i32; rows];
+    let mut positions = vec![0i32; rows];
+    let mut slots = vec![-1i32; rows];
+    let mut seqs = vec![0i32; sequences * 3];
+    let (mut logit_rows, mut labels, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+    let mut first = 0;
+    for (i, (example, range)) in examples.enumerate() {
+        for (k, value) in [first, range.len(), range.start].into_iter().enumerate() {
+            put(&mut seqs, i * 3 + k, value as i32);
         }
-        let net_config = NetConfig {
-            rows: self.config.rows,
-            seqs: self.most_sequences(),
-            logit_rows,
-            cache: self.config.cache,
-            prefix: None,
-            states: EntryStates::Zero,
-            adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
-            trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
-        };
-        let model: &Model = &self.model;
-        let vocab = model.geometry().vocab;
-        let piece = (PIECE_BYTES / (vocab * 8)).clamp(16, 512);
-        let mut net = Net::new(model.weights(), &net_config);
-        let hidden = model.arch().hidden(&mut net)?;
-        let logits = net.logits(model.arch(), hidden, piece)?;
-        let mut graph = net.graph;
-        let rows = Shape::new(&[logit_rows])?;
-        let labels = graph.leaf("labels", rows, DType::I32)?;
-        let weights = graph.leaf("loss_weights", rows, DType::F32)?;
-        let mut losses: Vec<(NodeId, NodeId)> = Vec::new();
-        let mut start = 0;
-        for logits in logits {
-            let len = graph.node(logits).shape.dim(0);
-            let of = |g: &mut graph::Graph, all| g.slice(all, 0, start, len);
-            let (labels, weights) = (of(&mut graph, labels)?, of(&mut graph, weights)?);
-            let nll = graph.push(
-                graph::Op::CrossEntropy(graph::CrossEntropyAttrs::PLAIN),
-                &[logits, labels],
-                "loss",
-            )?;
-            losses.push((nll, weights));
-            start += len;
-        }
-        let mut outputs: Vec<NodeId> = losses.iter().map(|l| l.0).collect();
-        let names = if forward { Vec::new() } else { parameters.names() };
-        if !forward {
-            let mut wrt = Vec::with_capacity(names.len());
-            for name in &names {
-                wrt.push(graph.find_leaf(name).ok_or_else(|| {
-                    let tensor = name.trim_start_matches("0:");
-                    Error::Setting(format!("the model's graph has no tensor `{tensor}` to train"))
-                })?);
+        let next = example.tokens.iter().zip(&example.weights).skip(1);
+        let all = example.tokens.iter().zip(next).enumerate();
+        for (j, (&token, (&label, &weight))) in all.skip(range.start).take(range.len()) {
+            let row = first + j - range.start;
+            put(&mut tokens, row, token as i32);
+            put(&mut positions, row, j as i32);
+            put(&mut slots, row, 0);
+            if weight != 0.0 {
+                logit_rows.push(row as i32);
+                labels.push(label as i32);
+                weights.push((f64::from(weight) / total) as f32);
             }
-            let backward = graph::vjp(&graph, &losses, &wrt)?;
-            outputs.extend(&backward.grads);
-            (graph, outputs) = graph::recompute(&backward.graph, &outputs, self.config.recompute)?;
         }
-        let placed = graph::place(&graph, &outputs, &self.devices(), self.config.placement)?;
-        let pieces = losses.len();
-        self.built.push(Built { logit_rows, forward, placed, pieces, grads: names });
-        Ok(self.built.len() - 1)
+        first += range.len();
     }
-}
-
-/// The name of what a leaf can be bound to.
-enum Bindable<'a> {
-    Named(&'a str),
-    /// Target and part of the adapter.
-    Lora(&'a str, &'static str),
-    /// A weight that the other device holds.
-    Elsewhere(&'a str),
-}
-
-/// All that leaves of a graph can be bound to, always in the same order: finding names again for
-/// each segment of a few hundred microseconds would take a third of it.
-fn bindable<'a>(
-    model: &'a Model,
-    elsewhere: Option<&'a Weights>,
-    pass: &'a Pass,
-    parameters: &'a Parameters,
-) -> impl Iterator<Item = (Bindable<'a>, Leaf<'a>)> {
-    let floats = |values: &'a [f32]| Leaf::Host(bytemuck::cast_slice(values));
-    let ints = pass.ints.iter();
-    let ints = ints.map(|(name, list)| (*name, Leaf::Host(bytemuck::cast_slice(list))));
-    let weights = std::iter::once(("loss_weights", floats(&pass.weights)));
-    let inputs = ints.chain(weights).map(|(name, leaf)| (Bindable::Named(name), leaf));
-    let pairs = parameters.adapter.iter().flat_map(|a| &a.tensors);
-    let adapter = pairs.flat_map(move |(target, pair)| {
-        let scale = std::slice::from_ref(&pair.scale);
-        let parts = [("lora_a", pair.a.as_slice()), ("lora_b", &pair.b), ("lora_scale", scale)];
-        parts.map(|(part, values)| (Bindable::Lora(target, part), floats(values)))
-    });
-    let trained = parameters.weights.iter();
-    let trained = trained.map(move |(name, values)| (Bindable::Named(name), floats(values)));
-    let own = model.weights().iter().map(|(name, w)| (Bindable::Named(name), w.leaf()));
-    let elsewhere = elsewhere.into_iter().flat_map(Weights::iter);
-    let elsewhere = elsewhere.map(|(name, w)| (Bindable::Elsewhere(name), w.leaf()));
-    inputs.chain(adapter).chain(trained).chain(own).chain(elsewhere)
+    let loud = weights.len();
+    logit_rows.resize(labelled, 0);
+    labels.resize(labelled, -1);
+    weights.resize(labelled, 0.0);
+    let head_slots = labels.iter().map(|&l| if l < 0 { -1 } else { 0 }).collect();
+    let ints = vec![
+        ("tokens", tokens),
+        ("positions", positions),
+        ("seqs", seqs),
+        ("logit_rows", logit_rows),
+        ("labels", labels),
+        ("lora_rows.0", slots),
+        ("lora_rows.0.head", head_slots),
+    ];
+    Inputs { ints, weights, loud }
 }
 
 impl Parameters {

@@ -10,7 +10,7 @@ use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, Window};
 
 /// What a step does next.
 enum Stage {
-    /// Run the window's graph.
+    /// Run the window until there are gradients.
     Run,
     /// Add the gradient of this parameter to the sum.
     Collect(usize),
@@ -116,25 +116,32 @@ impl Step {
                     if !gradients.advance(pass, parameters, stop)? {
                         return Ok(None);
                     }
-                    self.loss += gradients.loss(pass)?;
-                    self.rows += pass.rows();
                     self.stage = Stage::Collect(0);
                 }
                 Stage::Collect(i) if i < self.names.len() => {
-                    if let Some(pass) = &self.pass {
-                        gradients.gradient(pass, i, &mut self.buffer)?;
-                    }
-                    match self.sums.get_mut(i) {
-                        Some(sum) => {
-                            let name = self.names.get(i).map_or("", |name| name.as_str());
-                            add(name, sum, &self.buffer)?;
+                    let pass = self.pass.as_ref().ok_or_else(|| {
+                        Error::Stopped("the gradients of a step went missing".into())
+                    })?;
+                    if gradients.gradient(pass, i, &mut self.buffer)? {
+                        match self.sums.get_mut(i) {
+                            Some(sum) => {
+                                let name = self.names.get(i).map_or("", |name| name.as_str());
+                                add(name, sum, &self.buffer)?;
+                            }
+                            // The first to run has loss, and so all gradients.
+                            None => self.sums.push(std::mem::take(&mut self.buffer)),
                         }
-                        None => self.sums.push(std::mem::take(&mut self.buffer)),
                     }
                     self.stage = Stage::Collect(i + 1);
                 }
+                Stage::Collect(_) if self.pass.as_ref().is_some_and(Pass::goes_on) => {
+                    self.stage = Stage::Run;
+                }
                 Stage::Collect(_) => {
-                    self.pass = None;
+                    if let Some(pass) = self.pass.take() {
+                        self.loss += gradients.loss(&pass)?;
+                        self.rows += pass.rows();
+                    }
                     self.window += 1;
                     let more = self.window < self.windows.len();
                     self.stage = if more { Stage::Run } else { Stage::Norm(0, 0.0) };

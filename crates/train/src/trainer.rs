@@ -11,7 +11,7 @@ use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
 use crate::gradients::Pass;
 use crate::moved::Moved;
 use crate::step::{Step, Stepped, total_weight};
-use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, TrainConfig, Window, pack};
+use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, TrainConfig, Window};
 
 /// What a run reports as it goes.
 #[derive(Clone, PartialEq, Debug)]
@@ -283,30 +283,27 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
         let mut order: Vec<usize> = (0..examples.len()).collect();
-        let (rows, most) = (self.config.graph.rows, self.gradients.most_sequences());
         // Every epoch packs its own order, so the number of steps is known by doing it.
         self.epochs.clear();
         for _ in 0..self.config.epochs {
             for i in (1..order.len()).rev() {
                 order.swap(i, (random.next_f64() * (i + 1) as f64) as usize);
             }
-            self.epochs.push(pack(&examples, &order, rows, most)?);
+            self.epochs.push(self.gradients.pack(&examples, &order)?);
         }
         let accumulate = self.config.accumulate;
         self.steps = self.epochs.iter().map(|e| e.len().div_ceil(accumulate) as u64).sum();
         let all: Vec<usize> = (0..held_out.len()).collect();
-        let packed = pack(&held_out, &all, rows, most)?;
+        let packed = self.gradients.pack(&held_out, &all)?;
         self.held_out = packed.iter().map(|w| Window::of(&held_out, w)).collect();
-        let labelled = |w: &Window| w.examples.iter().map(Example::labelled).sum::<usize>();
         for window in &self.held_out {
-            self.gradients.prepare(labelled(window), true, &self.parameters)?;
+            self.gradients.prepare(window, true, &self.parameters)?;
         }
         let (mut arena_bytes, mut scratch_bytes) = (0, 0);
         for window in self.epochs.iter().flatten() {
-            let labelled = labelled(&Window::of(&examples, window));
-            let graph = self.gradients.plan_for(labelled, &self.parameters)?;
-            arena_bytes = arena_bytes.max(graph.arena_bytes());
-            scratch_bytes = scratch_bytes.max(graph.scratch_bytes());
+            let window = Window::of(&examples, window);
+            let (arena, scratch) = self.gradients.prepare(&window, false, &self.parameters)?;
+            (arena_bytes, scratch_bytes) = (arena_bytes.max(arena), scratch_bytes.max(scratch));
         }
         if self.config.patience.is_some() && held_out.is_empty() {
             let why = "`patience` is set, but nothing is held out to evaluate";

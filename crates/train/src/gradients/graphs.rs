@@ -1,0 +1,478 @@
+//! The graphs that windows go through: what each computes, and what its leaves are bound to.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Deref;
+
+use graph::{DType, Device, Graph, Leaf, NodeId, Op, Placed, Position, Shape, Stop};
+use model::{EntryStates, Model, Net, NetConfig, PrefixShape, Weights};
+
+use super::memory::{Memory, Part};
+use super::{Gradients, Parameters};
+use crate::{Error, Result};
+
+/// Bytes of logits computed at a time.
+const PIECE_BYTES: usize = 128 << 20;
+
+/// What a graph is for: equal kinds are one graph.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Kind {
+    /// Rows that may carry loss; 0 builds no head.
+    pub(super) labelled: usize,
+    /// `None` for a window of sequences that begin in it; for a chunk of a longer one, the number
+    /// of chunks whose keys and values it can read.
+    pub(super) earlier: Option<usize>,
+    /// With gradients.
+    pub(super) backward: bool,
+}
+
+/// What one output of a graph is.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) enum Output {
+    /// Negative log-likelihoods of the next piece of rows.
+    Loss,
+    /// What later chunks read: a [`Part`] by its index.
+    Kept(usize),
+    /// The gradient of a parameter, by its place in [`Parameters::names`].
+    Gradient(usize),
+    /// What is sent back to earlier chunks' [`Part`].
+    Sent(usize),
+}
+
+/// A graph, differentiated if need be, with its plan.
+pub(super) struct Built {
+    pub(super) kind: Kind,
+    pub(super) placed: Placed,
+    /// What each output is.
+    outputs: Vec<Output>,
+    /// The names of all parameters.
+    names: Vec<String>,
+}
+
+impl Built {
+    /// Where an output stands among all.
+    pub(super) fn find(&self, what: Output) -> Option<usize> {
+        self.outputs.iter().position(|&o| o == what)
+    }
+}
+
+/// A run of a graph: its inputs, and how far it has come.
+pub(super) struct Run {
+    pub(super) built: usize,
+    position: Position,
+    pub(super) inputs: Inputs,
+    /// The chunk, and whether it is the last of its walk, where there is one.
+    chunk: Option<(usize, bool)>,
+    /// For each leaf of the graph, which of [`bindable`] it is bound to.
+    binds: Vec<usize>,
+}
+
+/// What is bound to the leaves of a graph that say which rows it computes.
+pub(super) struct Inputs {
+    pub(super) ints: Vec<(&'static str, Vec<i32>)>,
+    /// Of the rows that may carry loss.
+    pub(super) weights: Vec<f32>,
+    /// How many of them do, the first.
+    pub(super) loud: usize,
+}
+
+/// A part of a chunk with its nodes.
+struct Link {
+    part: Part,
+    /// Where gradients that later chunks send back arrive.
+    value: NodeId,
+    /// What later chunks read.
+    kept: NodeId,
+}
+
+impl<M: Deref<Target = Model>> Gradients<M> {
+    fn devices(&self) -> Vec<&dyn Device> {
+        let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
+        std::iter::once(self.model.device().as_ref()).chain(fallback).collect()
+    }
+
+    /// The index of the graph of a kind, which is built if it is new.
+    pub(super) fn build(&mut self, kind: Kind, parameters: &Parameters) -> Result<usize> {
+        if let Some(i) = self.built.iter().position(|b| b.kind == kind) {
+            return Ok(i);
+        }
+        let net_config = self.net_config(kind, parameters);
+        let names = parameters.names();
+        let model: &Model = &self.model;
+        let piece = (PIECE_BYTES / (model.geometry().vocab * 8)).clamp(16, 512);
+        let mut net = Net::new(model.weights(), &net_config);
+        let hidden = model.arch().hidden(&mut net)?;
+        let logits = match kind.labelled {
+            0 => Vec::new(),
+            _ => net.logits(model.arch(), hidden, piece)?,
+        };
+        let links = match kind.earlier {
+            Some(_) => links(&net, &names)?,
+            None => Vec::new(),
+        };
+        let mut graph = net.graph;
+        let losses = losses(&mut graph, kind.labelled, &logits)?;
+        let mut outputs: Vec<(Output, NodeId)> = Vec::new();
+        outputs.extend(losses.iter().map(|l| (Output::Loss, l.0)));
+        if kind.backward {
+            let more = self.differentiate(&mut graph, kind, &losses, &links, &names)?;
+            outputs.extend(more);
+        } else {
+            let kept = links.iter().enumerate().map(|(p, link)| (Output::Kept(p), link.kept));
+            outputs.extend(kept);
+        }
+        let mut nodes: Vec<NodeId> = outputs.iter().map(|o| o.1).collect();
+        if kind.backward {
+            (graph, nodes) = graph::recompute(&graph, &nodes, self.config.recompute)?;
+        }
+        let placed = graph::place(&graph, &nodes, &self.devices(), self.config.placement)?;
+        if self.memory.parts.is_empty() {
+            self.memory.parts = links.into_iter().map(|link| link.part).collect();
+        }
+        let outputs = outputs.into_iter().map(|o| o.0).collect();
+        self.built.push(Built { kind, placed, outputs, names });
+        Ok(self.built.len() - 1)
+    }
+
+    fn net_config(&self, kind: Kind, parameters: &Parameters) -> NetConfig {
+        let rows = self.config.rows;
+        let earlier = kind.earlier.filter(|&n| n > 0);
+        NetConfig {
+            rows,
+            seqs: if kind.earlier.is_some() { 1 } else { self.most_sequences() },
+            logit_rows: kind.labelled,
+            cache: self.config.cache,
+            // A page is a chunk.
+            prefix: earlier.map(|pages| PrefixShape { pages, page: rows, table: pages }),
+            states: if earlier.is_some() { EntryStates::Given } else { EntryStates::Zero },
+            adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
+            trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
+        }
+    }
+
+    /// Adds the gradients to a graph: of the parameters, and of what a chunk reads of earlier
+    /// ones. A chunk without loss depends on fewer parameters; the gradients of the others are
+    /// zero and no outputs.
+    fn differentiate(
+        &self,
+        graph: &mut Graph,
+        kind: Kind,
+        losses: &[(NodeId, NodeId)],
+        links: &[Link],
+        names: &[String],
+    ) -> Result<Vec<(Output, NodeId)>> {
+        let mut cotangents = losses.to_vec();
+        for Link { part, value, .. } in links.iter().filter(|l| l.part.moves) {
+            let shape = graph.node(*value).shape;
+            cotangents.push((*value, graph.leaf(&part.seed, shape, DType::F32)?));
+        }
+        let reached = reached(graph, &cotangents);
+        let is_reached = |leaf: &NodeId| flag(&reached, *leaf);
+        let mut of: Vec<(Output, NodeId)> = Vec::new();
+        for (i, name) in names.iter().enumerate() {
+            match graph.find_leaf(name) {
+                Some(leaf) if kind.labelled > 0 || is_reached(&leaf) => {
+                    of.push((Output::Gradient(i), leaf));
+                }
+                None if kind.labelled > 0 => {
+                    let tensor = name.trim_start_matches("0:");
+                    let message = format!("the model's graph has no tensor `{tensor}` to train");
+                    return Err(Error::Setting(message));
+                }
+                _ => {}
+            }
+        }
+        let earlier = kind.earlier.unwrap_or(0);
+        for (p, link) in links.iter().enumerate().filter(|l| l.1.part.moves && earlier > 0) {
+            let leaf = graph.find_leaf(&link.part.name).filter(is_reached);
+            of.extend(leaf.map(|leaf| (Output::Sent(p), leaf)));
+        }
+        let wrt: Vec<NodeId> = of.iter().map(|o| o.1).collect();
+        let backward = graph::vjp(graph, &cotangents, &wrt)?;
+        *graph = backward.graph;
+        let within = self.within_horizon(earlier);
+        let mut outputs = Vec::new();
+        for ((what, _), grad) in of.into_iter().zip(backward.grads) {
+            let is_state = |p: usize| links.get(p).is_some_and(|l| l.part.is_state);
+            let grad = match what {
+                Output::Sent(p) if within < earlier && !is_state(p) => {
+                    // Only what is within the horizon outlives the layer.
+                    let pages = graph.node(grad).shape;
+                    let pages = [earlier, pages.elements() / earlier.max(1)];
+                    let all = graph.reshape(grad, &pages)?;
+                    let ids = graph.leaf("horizon", Shape::new(&[within])?, DType::I32)?;
+                    let near = graph.gather(all, ids, "horizon")?;
+                    graph.set_pass(all, graph::Pass::Backward);
+                    graph.set_pass(near, graph::Pass::Backward);
+                    near
+                }
+                _ => grad,
+            };
+            outputs.push((what, grad));
+        }
+        Ok(outputs)
+    }
+
+    /// Takes the memory for a built graph, and loads the weights it reads elsewhere.
+    pub(super) fn take(&mut self, built: usize) -> Result<()> {
+        let Some(Built { placed, .. }) = self.built.get(built) else {
+            return Err(Error::Stopped("a plan went missing".into()));
+        };
+        let mut workspace = std::mem::take(&mut self.workspace);
+        let reserved = placed.reserve(&self.devices(), &mut workspace);
+        self.workspace = workspace;
+        reserved?;
+        if let Some((device, weights)) = &mut self.fallback {
+            let there = |l: &&graph::PlacedLeaf| l.device == 1 && l.resident;
+            let names = placed.leaves.iter().filter(there).map(|l| &*l.slot.name);
+            let missing: Vec<String> =
+                names.filter(|n| weights.get(n).is_none()).map(String::from).collect();
+            weights.extend(self.model.load_on(&missing, device.as_ref())?);
+        }
+        Ok(())
+    }
+
+    /// The run of a graph, which is built if it is new.
+    pub(super) fn begin_run(
+        &mut self,
+        kind: Kind,
+        inputs: Inputs,
+        chunk: Option<(usize, bool)>,
+        parameters: &Parameters,
+    ) -> Result<Run> {
+        let built = self.build(kind, parameters)?;
+        self.take(built)?;
+        let (position, binds) = (Position::default(), Vec::new());
+        let mut run = Run { built, position, inputs, chunk, binds };
+        run.binds = self.binds(&run, parameters)?;
+        Ok(run)
+    }
+
+    /// Runs on until the end, which is true, or until `stop` says so.
+    pub(super) fn advance_run(
+        &mut self,
+        run: &mut Run,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<bool> {
+        // By field, since the workspace is borrowed beside it.
+        let Some(Built { kind, placed, .. }) = self.built.get(run.built) else {
+            return Err(Error::Stopped("a plan went missing".into()));
+        };
+        let elsewhere = self.fallback.as_ref().map(|(_, weights)| weights);
+        let sources = Sources { model: &self.model, elsewhere, memory: &self.memory, parameters };
+        let all: Vec<Leaf<'_>> = bindable(&sources, *kind, run).map(|(_, leaf)| leaf).collect();
+        let lost = || Error::Stopped("a leaf of a pass went missing".into());
+        let bound = run.binds.iter().map(|&i| all.get(i).copied().ok_or_else(lost));
+        let leaves = bound.collect::<Result<Vec<_>>>()?;
+        let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
+        let own = self.model.device().as_ref();
+        let devices: Vec<&dyn Device> = std::iter::once(own).chain(fallback).collect();
+        match placed.run(&devices, &leaves, &mut self.workspace, run.position, stop)? {
+            Some(at) => {
+                run.position = at;
+                Ok(false)
+            }
+            None => Ok(true),
+        }
+    }
+
+    /// Adds the negative log-likelihoods of a run that has come to its end to a list, one for each
+    /// row that carries loss.
+    pub(super) fn losses_of(&self, run: &Run, to: &mut Vec<f32>) -> Result<()> {
+        let built = self.built(run)?;
+        let first = to.len();
+        let pieces = built.outputs.iter().take_while(|&&o| o == Output::Loss).count();
+        for (i, slot) in built.placed.outputs().enumerate().take(pieces) {
+            let at = to.len();
+            to.resize(at + slot.shape.elements(), 0.0);
+            let piece = to.get_mut(at..).unwrap_or(&mut []);
+            built.placed.read(&self.workspace, i, bytemuck::cast_slice_mut(piece))?;
+        }
+        to.truncate(first + run.inputs.loud);
+        Ok(())
+    }
+
+    /// The gradient of parameter `index` by a run that has come to its end; false where it is zero
+    /// since nothing of the run depends on the parameter.
+    pub(super) fn gradient_of(&self, run: &Run, index: usize, to: &mut Vec<f32>) -> Result<bool> {
+        let built = self.built(run)?;
+        to.clear();
+        let missing = || Error::Stopped(format!("a pass has no gradient {index}"));
+        let name = built.names.get(index).ok_or_else(missing)?;
+        let at = built.find(Output::Gradient(index));
+        let Some((at, slot)) = at.and_then(|at| Some((at, built.placed.outputs().nth(at)?))) else {
+            return if built.kind.labelled == 0 { Ok(false) } else { Err(missing()) };
+        };
+        to.resize(slot.shape.elements(), 0.0);
+        built.placed.read(&self.workspace, at, bytemuck::cast_slice_mut(to))?;
+        match to.iter().all(|g| g.is_finite()) {
+            true => Ok(true),
+            false => Err(Error::Stopped(format!("the gradient of `{name}` is not finite"))),
+        }
+    }
+
+    /// What each leaf of a run's graph is bound to, found by name once for all its segments.
+    fn binds(&self, run: &Run, parameters: &Parameters) -> Result<Vec<usize>> {
+        let built = self.built(run)?;
+        let elsewhere = self.fallback.as_ref().map(|(_, weights)| weights);
+        let sources = Sources { model: &self.model, elsewhere, memory: &self.memory, parameters };
+        let mut by_name: HashMap<(String, bool), usize> = HashMap::new();
+        for (i, (name, _)) in bindable(&sources, built.kind, run).enumerate() {
+            let name = match name {
+                Bindable::Named(name) => (name.to_string(), false),
+                Bindable::Lora(target, part) => (format!("0:{target}.{part}"), false),
+                Bindable::Elsewhere(name) => (name.to_string(), true),
+            };
+            // The first of a name: a trained weight before the model's own.
+            by_name.entry(name).or_insert(i);
+        }
+        let bind = |leaf: &graph::PlacedLeaf| {
+            let name = leaf.slot.name.to_string();
+            let unbound = || Error::Stopped(format!("nothing is bound to `{}`", leaf.slot.name));
+            by_name.get(&(name, leaf.device == 1 && leaf.resident)).copied().ok_or_else(unbound)
+        };
+        built.placed.leaves.iter().map(bind).collect()
+    }
+
+    pub(super) fn built(&self, run: &Run) -> Result<&Built> {
+        self.built.get(run.built).ok_or_else(|| Error::Stopped("a plan went missing".into()))
+    }
+}
+
+/// The losses of pieces of rows, each with its rows' weights.
+fn losses(graph: &mut Graph, labelled: usize, logits: &[NodeId]) -> Result<Vec<(NodeId, NodeId)>> {
+    let mut losses: Vec<(NodeId, NodeId)> = Vec::new();
+    if logits.is_empty() {
+        return Ok(losses);
+    }
+    let rows = Shape::new(&[labelled])?;
+    let labels = graph.leaf("labels", rows, DType::I32)?;
+    let weights = graph.leaf("loss_weights", rows, DType::F32)?;
+    let mut start = 0;
+    for &logits in logits {
+        let len = graph.node(logits).shape.dim(0);
+        let of = |g: &mut Graph, all| g.slice(all, 0, start, len);
+        let (labels, weights) = (of(graph, labels)?, of(graph, weights)?);
+        let op = Op::CrossEntropy(graph::CrossEntropyAttrs::PLAIN);
+        losses.push((graph.push(op, &[logits, labels], "loss")?, weights));
+        start += len;
+    }
+    Ok(losses)
+}
+
+/// What later chunks read of one, in a fixed order: keys and values layer by layer, then states.
+fn links(net: &Net<'_>, names: &[String]) -> Result<Vec<Link>> {
+    let graph = &net.graph;
+    let trained: Vec<NodeId> = names.iter().filter_map(|n| graph.find_leaf(n)).collect();
+    let moving = depending(graph, &trained);
+    let mut links = Vec::new();
+    let mut link = |name: String, value: NodeId, kept: NodeId, is_state: bool| -> Result<()> {
+        let (of, node) = (graph.node(value), graph.node(kept));
+        let bytes = node.shape.bytes(node.dtype).ok_or_else(|| {
+            Error::Stopped(format!("`{name}` is of {}, which has no size", node.dtype))
+        })?;
+        let (seed, moves) = (format!("seed.{name}"), flag(&moving, value));
+        let part = Part { name, seed, is_state, elements: of.shape.elements(), bytes, moves };
+        links.push(Link { part, value, kept });
+        Ok(())
+    };
+    for (i, (values, kept)) in net.computed.iter().zip(&net.kv).enumerate() {
+        link(format!("cache.{i}.k"), values.0, kept.0, false)?;
+        link(format!("cache.{i}.v"), values.1, kept.1, false)?;
+    }
+    for (i, state) in net.states.iter().enumerate() {
+        link(format!("state.{i}"), state.exit, state.exit, true)?;
+    }
+    Ok(links)
+}
+
+fn flag(flags: &[bool], id: NodeId) -> bool {
+    flags.get(id.index()).copied().unwrap_or(false)
+}
+
+fn set(flags: &mut [bool], id: NodeId) {
+    if let Some(flag) = flags.get_mut(id.index()) {
+        *flag = true;
+    }
+}
+
+/// True where a gradient passes from a node to its operand: as in [`graph::vjp`], indices end a
+/// path.
+fn follows(graph: &Graph, id: NodeId, operand: NodeId) -> bool {
+    let is_index = |id: NodeId| graph.node(id).dtype == DType::I32;
+    !is_index(id) || is_index(operand)
+}
+
+/// The nodes that depend on some, themselves among them.
+fn depending(graph: &Graph, on: &[NodeId]) -> Vec<bool> {
+    let mut flags = vec![false; graph.len()];
+    on.iter().for_each(|&id| set(&mut flags, id));
+    for id in graph.ids() {
+        let mut args = graph.node(id).args.iter();
+        if args.any(|&a| flag(&flags, a) && follows(graph, id, a)) {
+            set(&mut flags, id);
+        }
+    }
+    flags
+}
+
+/// The nodes that some with cotangents depend on, themselves among them.
+fn reached(graph: &Graph, cotangents: &[(NodeId, NodeId)]) -> Vec<bool> {
+    let mut flags = vec![false; graph.len()];
+    cotangents.iter().for_each(|c| set(&mut flags, c.0));
+    for id in graph.ids().rev() {
+        if flag(&flags, id) {
+            for &a in graph.node(id).args.iter().filter(|&&a| follows(graph, id, a)) {
+                set(&mut flags, a);
+            }
+        }
+    }
+    flags
+}
+
+/// The name of what a leaf can be bound to.
+enum Bindable<'a> {
+    Named(&'a str),
+    /// Target and part of the adapter.
+    Lora(&'a str, &'static str),
+    /// A weight that the other device holds.
+    Elsewhere(&'a str),
+}
+
+/// Where what is bound to leaves comes from.
+#[derive(Copy, Clone)]
+struct Sources<'a> {
+    model: &'a Model,
+    elsewhere: Option<&'a Weights>,
+    memory: &'a Memory,
+    parameters: &'a Parameters,
+}
+
+/// All that leaves of a graph can be bound to, always in the same order: finding names again for
+/// each segment of a few hundred microseconds would take a third of it.
+fn bindable<'a>(
+    sources: &Sources<'a>,
+    kind: Kind,
+    run: &'a Run,
+) -> impl Iterator<Item = (Bindable<'a>, Leaf<'a>)> {
+    let Sources { model, elsewhere, memory, parameters } = *sources;
+    let floats = |values: &'a [f32]| Leaf::Host(bytemuck::cast_slice(values));
+    let ints = run.inputs.ints.iter();
+    let ints = ints.map(|(name, list)| (*name, Leaf::Host(bytemuck::cast_slice(list))));
+    let weights = std::iter::once(("loss_weights", floats(&run.inputs.weights)));
+    let chunk = run.chunk.map(|(chunk, last)| memory.leaves(chunk, last, kind));
+    let inputs = ints.chain(weights).chain(chunk.into_iter().flatten());
+    let inputs = inputs.map(|(name, leaf)| (Bindable::Named(name), leaf));
+    let pairs = parameters.adapter.iter().flat_map(|a| &a.tensors);
+    let adapter = pairs.flat_map(move |(target, pair)| {
+        let scale = std::slice::from_ref(&pair.scale);
+        let parts = [("lora_a", pair.a.as_slice()), ("lora_b", &pair.b), ("lora_scale", scale)];
+        parts.map(|(part, values)| (Bindable::Lora(target, part), floats(values)))
+    });
+    let trained = parameters.weights.iter();
+    let trained = trained.map(move |(name, values)| (Bindable::Named(name), floats(values)));
+    let own = model.weights().iter().map(|(name, w)| (Bindable::Named(name), w.leaf()));
+    let elsewhere = elsewhere.into_iter().flat_map(Weights::iter);
+    let elsewhere = elsewhere.map(|(name, w)| (Bindable::Elsewhere(name), w.leaf()));
+    inputs.chain(adapter).chain(trained).chain(own).chain(elsewhere)
+}
