@@ -37,7 +37,7 @@ enum Command {
     Run(cmd::run::Args),
     Chat(cmd::chat::Args),
     Serve(cmd::serve::Args),
-    Train(cmd::train::Args),
+    Train(Box<cmd::train::Args>),
     Runs(cmd::runs::Args),
     Inspect(cmd::inspect::Args),
     Tokenize(cmd::tokenize::Args),

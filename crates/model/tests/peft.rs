@@ -91,7 +91,8 @@ fn f49_gguf_to_peft_and_back_is_byte_equal() {
             let name = &tensor.info.name;
             assert!(name.ends_with(".lora_a") || name.ends_with(".lora_b"), "{name}");
         }
-        let mut names: Vec<_> = fs::read_dir(&peft).unwrap().map(|e| e.unwrap().file_name()).collect();
+        let mut names: Vec<_> =
+            fs::read_dir(&peft).unwrap().map(|e| e.unwrap().file_name()).collect();
         names.sort();
         assert_eq!(names, FILES, "{arch}: nothing else is left");
     }
@@ -147,7 +148,10 @@ fn f23_scales_that_one_alpha_cannot_say() {
         adapter.write_peft(&peft, &base.base()).unwrap();
         let same = Adapter::read_for(&peft, &base.base()).unwrap();
         assert_same(adapter, &same, "as a folder");
-        (Adapter::read_for(&gguf, &base.base()).unwrap(), fs::read_to_string(peft.join(FILES[0])).unwrap())
+        (
+            Adapter::read_for(&gguf, &base.base()).unwrap(),
+            fs::read_to_string(peft.join(FILES[0])).unwrap(),
+        )
     };
 
     // A power of two more for one: exactly, in B.
@@ -180,7 +184,8 @@ fn f23_scales_that_one_alpha_cannot_say() {
                 let mut adapter = full.clone();
                 adapter.tensors.retain(|target, _| target.ends_with("attn_v.weight"));
                 for t in adapter.tensors.values_mut() {
-                    (t.rank, t.a, t.b) = (rank, vec![0.5; rank * t.a.len() / 4], vec![0.25; rank * t.b.len() / 4]);
+                    (t.rank, t.a, t.b) =
+                        (rank, vec![0.5; rank * t.a.len() / 4], vec![0.25; rank * t.b.len() / 4]);
                 }
                 let peft = folder.join("b");
                 adapter.write_peft(&peft, &base.base()).unwrap();

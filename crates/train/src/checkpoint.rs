@@ -316,7 +316,8 @@ impl Checkpoints {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         for path in entries.map(|e| e.path()) {
             let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
-            if name.starts_with("step-") && name.ends_with(".part") {
+            // `.tmp` begins the names of the crate that writes the tensors.
+            if name.starts_with(".tmp") || name.starts_with("step-") && name.ends_with(".part") {
                 let _ = std::fs::remove_file(path);
             }
         }
@@ -363,6 +364,7 @@ impl Checkpoints {
         for (_, path) in self.files() {
             let _ = std::fs::remove_file(path);
         }
+        let _ = std::fs::remove_file(self.folder.join("run"));
         let _ = std::fs::remove_dir(&self.folder);
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use crate::{Error, GraphConfig, Method, Result, Schedule};
+use crate::{Error, GraphConfig, Method, Result, Schedule, Walks};
 
 /// The settings of a run.
 #[derive(Clone, PartialEq, Debug)]
@@ -47,6 +47,8 @@ pub struct TrainConfig {
     pub patience: Option<u64>,
     /// The result is that of the best evaluation, not of the last step.
     pub keep_best: bool,
+    /// Windows longer than a graph, if there may be such.
+    pub walks: Option<Walks>,
     /// The graph.
     pub graph: GraphConfig,
 }
@@ -72,6 +74,7 @@ impl Default for TrainConfig {
             eval_every: 0,
             patience: None,
             keep_best: false,
+            walks: None,
             graph: GraphConfig::default(),
         }
     }
@@ -157,6 +160,7 @@ impl TrainConfig {
             eval_every,
             patience,
             keep_best,
+            walks,
             graph,
         } = self;
         // Neither recomputation nor placement changes a bit.
@@ -182,7 +186,10 @@ impl TrainConfig {
             "eval_every": eval_every,
             "patience": patience,
             "keep_best": keep_best,
-            "window": rows,
+            "window": walks.map_or(*rows, |w| w.window),
+            "chunk": rows,
+            // How much of it the host keeps changes no bit.
+            "horizon": walks.map_or(0, |w| w.horizon),
             "cache": format!("{cache:?}"),
         });
         match settings {

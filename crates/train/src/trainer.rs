@@ -207,6 +207,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let empty = config.weights.iter().map(|name| (name.clone(), Vec::new()));
         let mut parameters = Parameters { adapter, weights: empty.collect() };
         let mut gradients = Gradients::new(model, config.graph.clone())?;
+        if let Some(walks) = config.walks {
+            gradients = gradients.with_walks(walks)?;
+        }
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
@@ -247,6 +250,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// The gradient graphs it runs.
     pub fn gradients(&self) -> &Gradients<M> {
         &self.gradients
+    }
+
+    /// Every setting that decides the result, by name.
+    pub fn settings(&self) -> serde_json::Map<String, serde_json::Value> {
+        self.config.settings()
     }
 
     /// The parameters as they are.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use gguf::TensorType;
-use graph::{DType, Device, Recompute};
+use graph::{DType, Device};
 use model::toy::Toy;
 use model::{Adapter, Model};
 use testkit::{Random, fixture};
@@ -39,7 +39,8 @@ fn toy(arch: &'static str, ty: TensorType, threads: usize) -> (Model, Parameters
 fn adapted(model: &Model, targets: &[&str]) -> Parameters {
     let targets: Vec<String> = targets.iter().map(|t| (*t).to_string()).collect();
     let targets = train::select_targets(model, &targets).unwrap();
-    let mut adapter = Adapter::fresh(model, &targets, 4, 8.0, 1).unwrap();
+    let mut adapter =
+        Adapter::fresh(model, targets.iter().map(|t| (t.as_str(), 4)), 8.0, 1).unwrap();
     let mut random = Random::new(1);
     for pair in adapter.tensors.values_mut() {
         pair.b.iter_mut().for_each(|b| *b = 0.02 * random.normal());

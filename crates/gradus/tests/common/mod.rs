@@ -44,9 +44,9 @@ impl Drop for Folder {
 
 pub fn gradus(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gradus"));
-    // Nothing of this machine's own set-up counts, and nothing is to be found.
+    // Nothing of this machine's own set-up counts, and no model is to be found.
     command.args(args).env_remove("GRADUS_INDEX_URL").env_remove("COLUMNS");
-    command.env("GRADUS_HOME", "/nonexistent/gradus");
+    command.env("GRADUS_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("home"));
     command
 }
 

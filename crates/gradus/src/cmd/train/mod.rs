@@ -1,5 +1,6 @@
 //! `gradus train`.
 
+mod record;
 mod session;
 mod settings;
 
@@ -16,6 +17,7 @@ use crate::output::{bytes, count, duration, json, line};
 pub use session::{Plan, Ran, Session};
 pub use settings::{RecomputeName, Settings};
 
+use record::{RecordArgs, Recorder};
 use session::{Keeping, Ready};
 
 /// Train a LoRA adapter on conversations
@@ -79,6 +81,9 @@ pub struct Args {
 
     #[command(flatten)]
     pub keeping: KeepingArgs,
+
+    #[command(flatten)]
+    pub record: RecordArgs,
 
     #[command(flatten)]
     pub settings: Settings,
@@ -174,13 +179,14 @@ pub fn run(args: &Args) -> Result<()> {
     let config = settings.config(&model, args.data.window)?;
     let targets = config.targets.len();
     let out = args.out.as_ref().filter(|_| settings.adapts()).or(args.out_model.as_ref());
+    let threads = args.model.device.count()?;
     let session = Session {
         model: &model,
         config,
         may_recompute: settings.recompute == RecomputeName::Auto,
         examples: data.train.clone(),
         held_out: data.held_out.clone(),
-        threads: args.model.device.count()?,
+        threads,
         budget: args.memory_budget.map(|mib| mib << 20),
         keeping: out.filter(|_| !args.dry_run).map(|out| args.keeping.of(out)),
     };
@@ -189,7 +195,11 @@ pub fn run(args: &Args) -> Result<()> {
     if args.dry_run {
         return describe(args, &data, targets, &ready);
     }
-    let ran = ready.run(&interrupt, &mut ())?;
+    let out = out.ok_or_else(|| Error::invalid("there is no file to write"))?;
+    let mut recorder = Recorder::begin(args, &model, &data, threads, &ready, out)?;
+    let ran = ready.run(&interrupt, &mut recorder);
+    recorder.end(ran.as_ref());
+    let ran = ran?;
     if ran.outcome.steps == 0 {
         return Err(Error::Interrupted);
     }
@@ -199,9 +209,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(out) = &args.out_model {
         train::write_weights(out, &model, &ran.outcome.weights)?;
     }
-    if !ran.interrupted
-        && let Some(out) = out
-    {
+    if !ran.interrupted {
         args.keeping.of(out).checkpoints.clear();
     }
     report(args, &ran)?;

@@ -125,6 +125,11 @@ pub trait Watch {
     fn event(&mut self, event: &Event, seconds: f64, memory: Option<u64>) {
         let _ = (event, seconds, memory);
     }
+
+    /// A checkpoint has been written.
+    fn checkpoint(&mut self, checkpoints: &Checkpoints) {
+        let _ = checkpoints;
+    }
 }
 
 impl Watch for () {}
@@ -221,6 +226,11 @@ impl<'a> Session<'a> {
 }
 
 impl Ready<'_> {
+    /// The settings that decide the result.
+    pub fn settings(&self) -> serde_json::Map<String, serde_json::Value> {
+        self.trainer.settings()
+    }
+
     /// Trains with a live loss.
     ///
     /// # Errors
@@ -271,13 +281,13 @@ impl Ready<'_> {
                 Event::Epoch { held_out: Some(loss), .. }
                 | Event::Evaluated { held_out: loss, .. } => held_out = Some(loss),
                 Event::Checkpoint(snapshot) => {
-                    if let Some(keeping) = &self.keeping
-                        && let Err(e) = keeping.checkpoints.write(&snapshot)
-                    {
+                    let Some(Keeping { checkpoints, .. }) = &self.keeping else { continue };
+                    if let Err(e) = checkpoints.write(&snapshot) {
                         // A run whose checkpoints are lost is not what was asked for.
                         progress.finish();
                         return Err(e.into());
                     }
+                    watch.checkpoint(checkpoints);
                 }
                 Event::EarlyStop { best, held_out } => {
                     note(&format!(
@@ -290,8 +300,10 @@ impl Ready<'_> {
         }
         progress.finish();
         let checkpoint = match (&self.keeping, interrupted) {
-            (Some(keeping), true) if self.trainer.steps() > 0 => {
-                Some(keeping.checkpoints.write(&self.trainer.snapshot())?)
+            (Some(Keeping { checkpoints, .. }), true) if self.trainer.steps() > 0 => {
+                let path = checkpoints.write(&self.trainer.snapshot())?;
+                watch.checkpoint(checkpoints);
+                Some(path)
             }
             _ => None,
         };

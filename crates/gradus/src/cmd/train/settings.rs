@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use graph::Recompute;
 use model::Model;
-use train::{GraphConfig, Method, Schedule, TrainConfig};
+use train::{GraphConfig, Method, Schedule, TrainConfig, Walks};
 
 use crate::error::{Error, Result};
 use crate::options::CacheType;
@@ -93,6 +93,19 @@ pub struct Settings {
     /// Write the result of the best evaluation, not that of the last step
     #[arg(long)]
     pub keep_best: bool,
+
+    /// Rows of a graph: longer windows are walked in chunks of so many, with the loss and the
+    /// gradient of the whole window and a fraction of its memory
+    #[arg(long, value_name = "ROWS")]
+    pub chunk: Option<usize>,
+
+    /// How many positions before a chunk its attention sends gradients back to; 0 for all
+    #[arg(long, value_name = "ROWS", default_value_t = 0, requires = "chunk")]
+    pub walk_horizon: usize,
+
+    /// Most memory that walks keep keys, values and states in, in MiB; 0 for no bound
+    #[arg(long, value_name = "MIB", default_value_t = 0, requires = "chunk")]
+    pub walk_host_budget: usize,
 
     /// What to compute again in the backward pass instead of keeping it; changes no bit. `auto`
     /// takes what fits the memory there is
@@ -212,8 +225,13 @@ impl Settings {
             eval_every: self.eval_every,
             patience: self.patience,
             keep_best: self.keep_best,
+            walks: self.chunk.filter(|&chunk| chunk < window).map(|_| Walks {
+                window,
+                horizon: self.walk_horizon,
+                host_budget: self.walk_host_budget << 20,
+            }),
             graph: GraphConfig {
-                rows: window,
+                rows: self.chunk.map_or(window, |chunk| chunk.min(window)),
                 cache: self.cache_type.dtype(),
                 recompute: self.recompute.policy(),
                 ..GraphConfig::default()
