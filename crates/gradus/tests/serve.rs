@@ -174,3 +174,63 @@ fn the_demo_of_a_mixture_serves_trains_refuses_and_promotes() {
     }
     assert!(out.join("attention.gguf").exists() && !out.join("experts.gguf").exists());
 }
+
+/// A job whose server is killed, or stopped, goes on in the next one to the same bytes.
+#[test]
+fn a_job_outlives_its_server() {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("outlives");
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).unwrap();
+    let folder = dir.display().to_string();
+    let train = |out: &str| {
+        let examples: Vec<String> = (0..6)
+            .map(|i| format!(r#"{{"prompt": "number {i}?", "completion": "it is {i}{i}"}}"#))
+            .collect();
+        let examples = examples.join(",");
+        format!(
+            r#"{{"out": "{out}", "examples": [{examples}], "epochs": 60, "lr": 0.01,
+               "checkpoint_every": 1, "val_split": 0.2}}"#
+        )
+    };
+    let status = |serving: &Serving| -> serde_json::Value {
+        let answer = serving.ask("GET", "/train", "");
+        serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
+    };
+    let wait = |serving: &Serving, until: &dyn Fn(&serde_json::Value) -> bool| {
+        let began = Instant::now();
+        loop {
+            let status = status(serving);
+            assert!(status["state"] != "error", "{status}");
+            if until(&status) {
+                return status;
+            }
+            assert!(began.elapsed() < Duration::from_secs(120), "{status}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    };
+    let done = |status: &serde_json::Value| status["state"] == "done";
+    let serving = Serving::new(&["--train-dir", &folder]);
+    // What it would take, and nothing else.
+    let plan = train("whole.gguf").replacen('{', r#"{"plan": true, "#, 1);
+    let answer = serving.ask("POST", "/train", &plan);
+    assert!(answer.contains(r#""fits":true"#) && answer.contains(r#""steps":60"#), "{answer}");
+    assert!(!dir.join(".jobs").exists() && status(&serving)["state"] == "idle");
+    assert!(serving.ask("POST", "/train", &train("whole.gguf")).starts_with("HTTP/1.1 200"));
+    let steps = wait(&serving, &done)["steps"].as_u64().unwrap();
+    assert!(steps >= 60 && std::fs::read_dir(dir.join(".jobs")).unwrap().count() == 0);
+    assert!(serving.ask("POST", "/train", &train("stopped.gguf")).starts_with("HTTP/1.1 200"));
+    let mut serving = serving;
+    for (signal, least) in [("-KILL", 5), ("-TERM", 15), ("-KILL", 25)] {
+        wait(&serving, &|s| s["steps"].as_u64() >= Some(least) || done(s));
+        serving.end(signal);
+        assert!(dir.join(".jobs/stopped/request.json").exists(), "it ended before {signal}");
+        serving = Serving::new(&["--train-dir", &folder]);
+        assert!(status(&serving)["out"].as_str().unwrap().ends_with("stopped.gguf"));
+    }
+    let last = wait(&serving, &done);
+    assert_eq!(last["steps"].as_u64(), Some(steps));
+    let read = |name: &str| std::fs::read(dir.join(name)).unwrap();
+    assert!(read("whole.gguf") == read("stopped.gguf"), "the job ends elsewhere");
+    assert!(!dir.join(".jobs/stopped").exists());
+    assert!(serving.ask("GET", "/v1/models", "").contains(r#""id":"stopped""#));
+}

@@ -11,6 +11,7 @@
 //! - [`plan()`] lays a graph out for one [`Device`]: order, views, copies, exact bytes.
 
 mod build;
+mod cost;
 mod device;
 mod dtype;
 mod error;
@@ -22,9 +23,11 @@ mod plan;
 mod projected;
 mod recompute;
 mod schedule;
+mod search;
 mod shape;
 mod shape_rule;
 
+pub use cost::Cost;
 pub use device::{
     Arena, Arg, Call, Device, HostTensor, Leaf, Needs, Progress, Resident, Segment, Stop,
     Unsupported,
@@ -38,4 +41,5 @@ pub use place::{Fallback, Placed, PlacedLeaf, Policy, Position, Workspace, place
 pub use plan::{LeafSlot, Operand, OutputSlot, Place, Plan, Step, plan};
 pub use projected::Projected;
 pub use recompute::{Recompute, recompute};
+pub use search::{Culprit, Search};
 pub use shape::{Layout, MAX_RANK, Shape};

@@ -94,8 +94,8 @@ pub struct Placed {
 /// A position inside the run of a [`Placed`] graph.
 #[derive(Copy, Clone, PartialEq, Eq, Debug, Default)]
 pub struct Position {
-    part: usize,
-    segment: Segment,
+    pub(crate) part: usize,
+    pub(crate) segment: Segment,
 }
 
 /// The memory of runs: an arena per device that is used, and what crosses between them.
@@ -111,6 +111,17 @@ impl Workspace {
     pub fn arena(&self) -> (usize, usize) {
         let arenas = self.arenas.iter().flatten();
         arenas.fold((0, 0), |(bytes, high), a| (bytes + a.bytes(), high + a.high_water()))
+    }
+
+    /// Copies bytes of the arena on a device to host memory.
+    pub(crate) fn read(
+        &self,
+        device: usize,
+        range: std::ops::Range<usize>,
+        to: &mut [u8],
+    ) -> std::result::Result<(), Fault> {
+        let arena = self.arenas.get(device).and_then(Option::as_ref);
+        arena.ok_or_else(|| Fault::binding("", "there is no arena to read"))?.read(range, to)
     }
 
     /// Fills all of it with NaN patterns, so that what is not written shows.

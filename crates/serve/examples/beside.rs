@@ -145,6 +145,8 @@ fn main() {
         pacing,
         memory_budget: None,
         fallback: None,
+        durable: None,
+        plan: false,
     };
     stream(&server, streams, 64, None);
 

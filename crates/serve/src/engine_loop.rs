@@ -73,6 +73,8 @@ pub(crate) enum Progress {
 pub(crate) enum End {
     Done,
     Cancelled,
+    /// The server stops.
+    Stopped,
     Failed(Error),
 }
 
@@ -276,7 +278,7 @@ impl EngineLoop {
             }
             self.segment(busy);
         }
-        self.end_run(End::Cancelled);
+        self.end_run(End::Stopped);
         for turn in self.turns.drain(..).chain(self.queue.drain(..)) {
             let error = Error::new(Code::Stopping, "the server is stopping");
             let _ = turn.say.send(Said::Failed(error));
@@ -327,7 +329,7 @@ impl EngineLoop {
                 }
                 Command::Stop(at) => {
                     self.stop = Some(at);
-                    self.end_run(End::Cancelled);
+                    self.end_run(End::Stopped);
                 }
             }
         }

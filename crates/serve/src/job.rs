@@ -6,6 +6,8 @@ use std::sync::Arc;
 use graph::Device;
 use train::{Example, TrainConfig};
 
+use crate::Durable;
+
 /// How training and serving share the device while there is something to serve.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Pacing {
@@ -61,6 +63,29 @@ pub struct TrainJob {
     pub memory_budget: Option<usize>,
     /// A device for what the model's own has no kernel for.
     pub fallback: Option<Arc<dyn Device>>,
+    /// Where the job is kept, so that it outlives the process.
+    pub durable: Option<Durable>,
+    /// Nothing is to be run, only said what it would take.
+    pub plan: bool,
+}
+
+/// What a job would take.
+#[derive(Clone, PartialEq, Debug)]
+pub struct JobPlan {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Numbers that move.
+    pub parameters: usize,
+    /// Bytes of the arena of the largest graph, and what crosses between devices.
+    pub arena_bytes: usize,
+    /// Bytes of what moves, its gradients, its moments.
+    pub parameter_bytes: usize,
+    /// Bytes that may be taken, where there is a bound.
+    pub allowed_bytes: Option<usize>,
+    /// Nodes that the model's device has no kernel for, and why.
+    pub fallbacks: Vec<String>,
+    /// Settings that would fit, where these do not.
+    pub instead: Option<String>,
 }
 
 /// Examples for the shadow of an alias.

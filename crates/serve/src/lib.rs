@@ -11,6 +11,7 @@
 //! something to serve, and its adapter is published as a new generation of its alias.
 #![deny(clippy::indexing_slicing)]
 
+mod durable;
 mod engine_loop;
 mod error;
 pub mod http;
@@ -24,8 +25,9 @@ mod server;
 mod status;
 mod turn;
 
+pub use durable::{Durable, TakenUp, take_up};
 pub use error::{Error, Result};
-pub use job::{DataReport, LearnJob, Learned, Pacing, TrainJob};
+pub use job::{DataReport, JobPlan, LearnJob, Learned, Pacing, TrainJob};
 pub use metrics::{Metric, MetricKind};
 pub use registry::Served;
 pub use server::{Options, Server};

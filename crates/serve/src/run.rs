@@ -14,7 +14,7 @@ use crate::pacing::Pacer;
 use crate::registry::Shadow;
 use crate::server::{Server, lock};
 use crate::status::{EpochStatus, Failure, State};
-use crate::{Error, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus};
+use crate::{Durable, Error, JobPlan, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus};
 
 type Shared = Trainer<Arc<Model>>;
 
@@ -25,6 +25,7 @@ struct Setup<'j> {
     held_out: &'j [Example],
     budget: Option<usize>,
     measure_first: bool,
+    checkpoint_every: u64,
 }
 
 impl Server {
@@ -48,6 +49,7 @@ impl Server {
             if let Ok(progress) = progress
                 && let Err(e) = guarded(|| server.follow(&job, &progress))
             {
+                job.durable.iter().for_each(Durable::set_aside);
                 server.failed(&e);
             }
         });
@@ -68,9 +70,18 @@ impl Server {
             held_out: &job.held_out,
             budget: job.memory_budget,
             measure_first: false,
+            checkpoint_every: job.durable.as_ref().map_or(0, |d| d.every),
         };
         let start = Start { from: None, fallback: job.fallback.clone() };
-        let (trainer, event) = self.set_up(&setup, start)?;
+        let (mut trainer, event) = self.set_up(&setup, start)?;
+        if let Some(durable) = &job.durable {
+            if durable.resume
+                && let Some((snapshot, _)) = durable.checkpoints().last()?
+            {
+                trainer.restore(snapshot, false)?;
+            }
+            durable.begin()?;
+        }
         {
             let mut status = lock(&self.0.status);
             status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
@@ -173,6 +184,7 @@ impl Server {
             held_out: &job.examples,
             budget: job.memory_budget,
             measure_first: true,
+            checkpoint_every: 0,
         };
         let (trainer, _) = self.set_up(&setup, Start { from, fallback: None })?;
         let progress = self.hand_over(trainer, control, job.pacing)?;
@@ -269,28 +281,73 @@ impl Server {
         Ok(control)
     }
 
-    /// Differentiates, plans, bounds; takes the memory last.
-    fn set_up(&self, setup: &Setup<'_>, start: Start) -> Result<(Shared, Event)> {
+    /// What a job would take; nothing is allocated for it.
+    ///
+    /// # Errors
+    /// The refusal, or what is wrong with the data.
+    pub fn plan(&self, job: &TrainJob) -> Result<JobPlan> {
+        let setup = Setup {
+            config: &job.config,
+            examples: &job.examples,
+            held_out: &job.held_out,
+            budget: job.memory_budget,
+            measure_first: false,
+            checkpoint_every: job.durable.as_ref().map_or(0, |d| d.every),
+        };
+        let start = Start { from: None, fallback: job.fallback.clone() };
+        let (mut trainer, event) = self.prepare(&setup, start)?;
+        let (steps, parameters) = match event {
+            Event::Start { steps, parameters, .. } => (steps, parameters),
+            _ => (0, 0),
+        };
+        let parameter_bytes = trainer.parameter_bytes();
+        let allowed_bytes = self.allowed(&setup);
+        let (needed, plan) = (trainer.planned_bytes(), trainer.plan()?);
+        let fallback = |f: &graph::Fallback| format!("{} `{}`: {}", f.op, f.name, f.reason);
+        let fallbacks = plan.fallbacks.iter().map(fallback).collect();
+        let instead = match allowed_bytes {
+            Some(allowed) if needed > allowed => {
+                Some(self.what_fits(&setup, job.fallback.as_ref(), allowed)?)
+            }
+            _ => None,
+        };
+        Ok(JobPlan {
+            steps,
+            parameters,
+            arena_bytes: needed - parameter_bytes.min(needed),
+            parameter_bytes,
+            allowed_bytes,
+            fallbacks,
+            instead,
+        })
+    }
+
+    /// Bytes a run may take.
+    fn allowed(&self, setup: &Setup<'_>) -> Option<usize> {
+        [setup.budget, self.0.model.device().available()].into_iter().flatten().min()
+    }
+
+    /// Differentiates and plans.
+    fn prepare(&self, setup: &Setup<'_>, start: Start) -> Result<(Shared, Event)> {
         if setup.examples.is_empty() {
             return Err(Error::new(Code::BadData, "there are no examples to learn from"));
         }
-        let fallback = start.fallback.clone();
-        let model = self.0.model.clone();
-        let mut trainer = Trainer::start(model, setup.config.clone(), start)?;
+        let mut trainer = Trainer::start(self.0.model.clone(), setup.config.clone(), start)?;
         if setup.measure_first {
             trainer.measure_first();
         }
+        trainer.checkpoint_every(setup.checkpoint_every);
         let event = trainer.load(setup.examples.to_vec(), setup.held_out.to_vec())?;
+        Ok((trainer, event))
+    }
+
+    /// Differentiates, plans, bounds; takes the memory last.
+    fn set_up(&self, setup: &Setup<'_>, start: Start) -> Result<(Shared, Event)> {
+        let fallback = start.fallback.clone();
+        let (mut trainer, event) = self.prepare(setup, start)?;
         let needed = trainer.planned_bytes();
-        let allowed = [setup.budget, self.0.model.device().available()].into_iter().flatten().min();
-        if let Some(allowed) = allowed.filter(|&allowed| needed > allowed) {
-            let longest = setup.examples.iter().map(Example::rows).max().unwrap_or(0);
-            let config = setup.config;
-            let fits = train::nearest(&self.0.model, config, fallback.as_ref(), longest, allowed)?;
-            let fits = fits.map_or_else(
-                || "no window fits; adapt fewer layers or a lower rank".to_string(),
-                |nearest| nearest.in_words(),
-            );
+        if let Some(allowed) = self.allowed(setup).filter(|&allowed| needed > allowed) {
+            let fits = self.what_fits(setup, fallback.as_ref(), allowed)?;
             let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;
             let message = format!(
                 "the run needs {} MiB beside the model, {} MiB may be taken; {fits}",
@@ -301,6 +358,19 @@ impl Server {
         }
         trainer.reserve()?;
         Ok((trainer, event))
+    }
+
+    /// The nearest settings that fit, in words.
+    fn what_fits(
+        &self,
+        setup: &Setup<'_>,
+        fallback: Option<&Arc<dyn graph::Device>>,
+        allowed: usize,
+    ) -> Result<String> {
+        let longest = setup.examples.iter().map(Example::rows).max().unwrap_or(0);
+        let nearest = train::nearest(&self.0.model, setup.config, fallback, longest, allowed)?;
+        let none = || "no window fits; adapt fewer layers or a lower rank".to_string();
+        Ok(nearest.map_or_else(none, |nearest| nearest.in_words()))
     }
 
     fn hand_over(
@@ -322,14 +392,20 @@ impl Server {
     fn follow(&self, job: &TrainJob, progress: &Receiver<Progress>) -> Result<()> {
         let mut began = Instant::now();
         let mut epoch_rows = 0;
+        let mut unkept = None;
         while let Ok(news) = progress.recv() {
             match news {
                 Progress::Event(
-                    Event::Start { .. }
-                    | Event::Evaluated { .. }
-                    | Event::EarlyStop { .. }
-                    | Event::Checkpoint(_),
+                    Event::Start { .. } | Event::Evaluated { .. } | Event::EarlyStop { .. },
                 ) => {}
+                Progress::Event(Event::Checkpoint(snapshot)) => {
+                    let Some(durable) = &job.durable else { continue };
+                    // A job whose checkpoints are lost is not what was asked for.
+                    if let Err(e) = durable.checkpoints().write(&snapshot) {
+                        unkept = Some(Error::from(e));
+                        let _ = self.cancel();
+                    }
+                }
                 Progress::Event(Event::Step { step, loss, rows, .. }) => {
                     let mut status = lock(&self.0.status);
                     (status.steps, status.loss) = (step, Some(loss));
@@ -353,9 +429,21 @@ impl Server {
                     lock(&self.0.status).measured(&measured.0, &measured.1);
                 }
                 Progress::Ended(ended) => {
-                    let (trainer, end) = *ended;
-                    if let End::Cancelled = end {
+                    let (mut trainer, end) = *ended;
+                    let durable = job.durable.as_ref();
+                    if let (End::Stopped, Some(durable)) = (&end, durable) {
+                        // The next process goes on from here.
+                        if trainer.steps() > 0 {
+                            durable.checkpoints().write(&trainer.snapshot())?;
+                        }
+                    }
+                    if let End::Cancelled | End::Stopped = end {
+                        let cancelled = matches!(end, End::Cancelled);
                         drop(trainer);
+                        if let Some(e) = unkept {
+                            return Err(e);
+                        }
+                        durable.filter(|_| cancelled).into_iter().for_each(Durable::end);
                         self.ended(|status| status.state = State::Cancelled);
                         self.0.counters.jobs_failed.add(1);
                         return Ok(());
@@ -363,6 +451,7 @@ impl Server {
                     let outcome = finished(trainer, end)?;
                     if job.config.targets.is_empty() {
                         train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
+                        durable.into_iter().for_each(Durable::end);
                         self.ended(|status| {
                             status.state = State::Done;
                             status.model = Some(job.out.display().to_string());
@@ -371,6 +460,7 @@ impl Server {
                         return Ok(());
                     }
                     outcome.adapter.write(&job.out, &self.0.model)?;
+                    durable.into_iter().for_each(Durable::end);
                     // What is served is what the file says.
                     let adapter = Arc::new(Adapter::read(&job.out, &self.0.model)?);
                     let file = Some(job.out.clone());
@@ -414,6 +504,7 @@ fn finished(trainer: Shared, end: End) -> Result<Outcome> {
     match end {
         End::Done => Ok(trainer.finish()?),
         End::Cancelled => Err(Error::new(Code::NotRunning, "the run was cancelled")),
+        End::Stopped => Err(stopped()),
         End::Failed(e) => Err(e),
     }
 }

@@ -48,6 +48,9 @@ impl Default for Options {
     }
 }
 
+/// How long a server that stops waits for the checkpoint of its job.
+const LAST_WORDS: Duration = Duration::from_secs(20);
+
 /// What the handles share.
 pub(crate) struct Shared {
     pub(crate) model: Arc<Model>,
@@ -360,6 +363,11 @@ impl Server {
         let thread = lock(&self.0.thread).take();
         if let Some(thread) = thread {
             let _ = thread.join();
+        }
+        // What a job is at gets written.
+        let until = Instant::now() + LAST_WORDS;
+        while lock(&self.0.control).is_some() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
         }
     }
 }

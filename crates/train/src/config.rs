@@ -124,6 +124,11 @@ impl TrainConfig {
         self.targets.iter().map(move |name| (name.as_str(), rank(name)))
     }
 
+    /// Rows of the longest window.
+    pub fn longest(&self) -> usize {
+        self.walks.map_or(self.graph.rows, |walks| walks.window)
+    }
+
     /// The alpha whose `alpha / rank` is the adapter's scale.
     pub(crate) fn effective_alpha(&self) -> f32 {
         match self.rslora {

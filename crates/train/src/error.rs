@@ -12,9 +12,13 @@ pub enum Error {
     /// A setting, naming the field and what is expected.
     #[error("{0}")]
     Setting(String),
-    /// A number that is not finite, or a parameter that did not move, naming step and tensor.
+    /// A parameter that did not move, or a broken assumption, naming step and tensor.
     #[error("{0}")]
     Stopped(String),
+    /// A number that is not finite, naming the step, and where it can be told the op and node
+    /// that gave it first.
+    #[error("{0}")]
+    NotFinite(String),
     /// The model, its graph or the device.
     #[error(transparent)]
     Model(#[from] model::Error),
@@ -26,7 +30,7 @@ impl Error {
         match self {
             Error::Data(_) | Error::Setting(_) => 1,
             Error::File(_) => graph::Code::FileFailed.exit_code(),
-            Error::Stopped(_) => graph::Code::NonFinite.exit_code(),
+            Error::Stopped(_) | Error::NotFinite(_) => graph::Code::NonFinite.exit_code(),
             Error::Model(e) => e.exit_code(),
         }
     }

@@ -262,20 +262,43 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         forward: bool,
         parameters: &Parameters,
     ) -> Result<(usize, usize)> {
-        let kinds = match self.is_walked(window) {
-            true => self.survey(window, forward, parameters)?.kinds(),
-            false => {
-                vec![Kind { labelled: bucket(labelled(window)), earlier: None, backward: !forward }]
-            }
-        };
         let mut largest = (0, 0);
-        for kind in kinds {
+        for kind in self.kinds(window, forward, parameters)? {
             let i = self.build(kind, parameters)?;
             let placed = self.built.get(i).map(|built| &built.placed);
             let (arena, scratch) = placed.map_or((0, 0), |p| (p.arena_bytes(), p.scratch_bytes()));
             largest = (largest.0.max(arena), largest.1.max(scratch));
         }
         Ok(largest)
+    }
+
+    /// What the graphs of a window cost, which are built if they are new.
+    ///
+    /// # Errors
+    /// As [`Gradients::prepare`].
+    pub fn cost(&mut self, window: &Window, parameters: &Parameters) -> Result<graph::Cost> {
+        let mut cost = graph::Cost::default();
+        for kind in self.kinds(window, false, parameters)? {
+            let i = self.build(kind, parameters)?;
+            self.built.get(i).into_iter().for_each(|built| cost += built.placed.cost());
+        }
+        Ok(cost)
+    }
+
+    /// The graphs a window goes through, in order.
+    fn kinds(
+        &mut self,
+        window: &Window,
+        forward: bool,
+        parameters: &Parameters,
+    ) -> Result<Vec<Kind>> {
+        match self.is_walked(window) {
+            true => Ok(self.survey(window, forward, parameters)?.kinds()),
+            false => {
+                let labelled = bucket(labelled(window));
+                Ok(vec![Kind { labelled, earlier: None, backward: !forward }])
+            }
+        }
     }
 
     /// True for a window that goes through its graphs chunk by chunk.
@@ -406,6 +429,25 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         }
     }
 
+    /// Goes on with the search for what made a pass give a number that is not finite: its graph
+    /// runs anew, and the first op whose result is not finite is the answer. `None` when `stop`
+    /// says so; the pass cannot go on after.
+    ///
+    /// # Errors
+    /// A fault, naming the node.
+    pub fn search(
+        &mut self,
+        pass: &Pass,
+        search: &mut graph::Search,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<Option<Option<graph::Culprit>>> {
+        match &pass.course {
+            Course::Whole(run) => self.search_run(run, search, parameters, stop),
+            Course::Walk(walk) => self.search_run(walk.run()?, search, parameters, stop),
+        }
+    }
+
     /// The loss of a pass that has come to its end.
     ///
     /// # Errors
@@ -421,7 +463,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         };
         match loss.is_finite() {
             true => Ok(loss),
-            false => Err(Error::Stopped(format!("the loss is {loss}, at node `loss`"))),
+            false => Err(Error::NotFinite(format!("the loss is {loss}"))),
         }
     }
 

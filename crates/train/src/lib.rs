@@ -11,6 +11,7 @@
 mod checkpoint;
 mod config;
 mod error;
+mod estimate;
 mod fit;
 mod gradients;
 mod moved;
@@ -24,6 +25,7 @@ pub use checkpoint::{Checkpoints, Snapshot};
 pub use config::TrainConfig;
 pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
+pub use estimate::Rates;
 pub use fit::{Nearest, nearest};
 pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, Walks, loss_of};
 pub use optimizer::{Method, Optimizer, Schedule};

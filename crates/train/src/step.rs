@@ -1,6 +1,6 @@
 //! One optimizer step as work that can stop between any two tiles of a graph or any two tensors.
 
-use graph::Stop;
+use graph::{Search, Stop};
 use model::Model;
 use std::ops::Deref;
 
@@ -16,6 +16,8 @@ enum Stage {
     Collect(usize),
     /// Add the squares of this parameter's gradient to the norm's.
     Norm(usize, f64),
+    /// Find what made the window give a number that is not finite, of which this says more.
+    Search(Box<Search>, String),
     /// Move this parameter.
     Move { at: usize, norm: f64, factor: f32 },
 }
@@ -122,29 +124,55 @@ impl Step {
                     let pass = self.pass.as_ref().ok_or_else(|| {
                         Error::Stopped("the gradients of a step went missing".into())
                     })?;
-                    if gradients.gradient(pass, i, &mut self.buffer)? {
-                        match self.sums.get_mut(i) {
-                            Some(sum) => {
-                                let name = self.names.get(i).map_or("", |name| name.as_str());
-                                add(name, sum, &self.buffer)?;
+                    self.stage = match gradients.gradient(pass, i, &mut self.buffer) {
+                        Ok(true) => {
+                            match self.sums.get_mut(i) {
+                                Some(sum) => {
+                                    let name = self.names.get(i).map_or("", |name| name.as_str());
+                                    add(name, sum, &self.buffer)?;
+                                }
+                                // The first to run has loss, and so all gradients.
+                                None => self.sums.push(std::mem::take(&mut self.buffer)),
                             }
-                            // The first to run has loss, and so all gradients.
-                            None => self.sums.push(std::mem::take(&mut self.buffer)),
+                            Stage::Collect(i + 1)
                         }
-                    }
-                    self.stage = Stage::Collect(i + 1);
+                        Ok(false) => Stage::Collect(i + 1),
+                        Err(Error::NotFinite(why)) => Stage::Search(Box::default(), why),
+                        Err(e) => return Err(e),
+                    };
                 }
                 Stage::Collect(_) if self.pass.as_ref().is_some_and(Pass::goes_on) => {
                     self.stage = Stage::Run;
                 }
                 Stage::Collect(_) => {
-                    if let Some(pass) = self.pass.take() {
-                        self.loss += gradients.loss(&pass)?;
+                    if let Some(pass) = &self.pass {
+                        match gradients.loss(pass) {
+                            Ok(loss) => self.loss += loss,
+                            Err(Error::NotFinite(why)) => {
+                                self.stage = Stage::Search(Box::default(), why);
+                                continue;
+                            }
+                            Err(e) => return Err(e),
+                        }
                         self.rows += pass.rows();
                     }
+                    self.pass = None;
                     self.window += 1;
                     let more = self.window < self.windows.len();
                     self.stage = if more { Stage::Run } else { Stage::Norm(0, 0.0) };
+                }
+                Stage::Search(ref mut search, ref why) => {
+                    let step = optimizer.steps + 1;
+                    let Some(pass) = &self.pass else {
+                        return Err(Error::NotFinite(format!("step {step}: {why}")));
+                    };
+                    let Some(culprit) = gradients.search(pass, search, parameters, stop)? else {
+                        return Ok(None);
+                    };
+                    let first = culprit.map_or(String::new(), |culprit| {
+                        format!("; the first result that is not finite is that of {culprit}")
+                    });
+                    return Err(Error::NotFinite(format!("step {step}: {why}{first}")));
                 }
                 Stage::Norm(i, squares) => match self.sums.get(i) {
                     Some(sum) => {
@@ -185,7 +213,7 @@ impl Step {
     fn scale(&self, norm: f64, parameters: &mut Parameters, optimizer: &Optimizer) -> Result<f32> {
         let step = optimizer.steps + 1;
         if !norm.is_finite() {
-            return Err(Error::Stopped(format!("step {step}: the gradient's norm is {norm}")));
+            return Err(Error::NotFinite(format!("step {step}: the gradient's norm is {norm}")));
         }
         for (name, sum) in self.names.iter().zip(&self.sums) {
             let length = parameters.value_mut(name).map_or(0, |v| v.len());

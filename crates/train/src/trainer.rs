@@ -252,6 +252,31 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         &self.gradients
     }
 
+    /// What the graphs of all steps to come cost, after [`Trainer::load`].
+    ///
+    /// # Errors
+    /// As [`Gradients::prepare`].
+    pub fn cost(&mut self) -> Result<graph::Cost> {
+        // Windows that go through the same graphs cost the same: few differ.
+        let mut known: BTreeMap<(usize, usize), graph::Cost> = BTreeMap::new();
+        let mut cost = graph::Cost::default();
+        let (first, next) = self.next;
+        for (e, windows) in self.epochs.iter().enumerate().skip(first) {
+            for chosen in windows.iter().skip(if e == first { next } else { 0 }) {
+                let window = Window::of(&self.examples, chosen);
+                let labelled = window.examples.iter().map(Example::labelled).sum::<usize>();
+                let key = (window.rows(), labelled.next_multiple_of(64));
+                let of = match known.get(&key) {
+                    Some(of) => *of,
+                    None => self.gradients.cost(&window, &self.parameters)?,
+                };
+                known.insert(key, of);
+                cost += of;
+            }
+        }
+        Ok(cost)
+    }
+
     /// Every setting that decides the result, by name.
     pub fn settings(&self) -> serde_json::Map<String, serde_json::Value> {
         self.config.settings()

@@ -147,6 +147,12 @@ pub fn run(args: &Args) -> Result<()> {
             None => "off".into(),
         }
     ));
+    for job in serve::take_up(server, host) {
+        note(&match job.outcome {
+            Ok(step) => format!("the job `{}` goes on from step {step}", job.name),
+            Err(e) => format!("the job `{}` does not go on: {}", job.name, e.message),
+        });
+    }
     http.serve(server.clone(), host.clone());
     while !interrupt.asked() {
         std::thread::sleep(LOOK);

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::reply::{self, Refused};
 use super::{App, Handled, Served, caught, completions};
 use crate::request::{self, MAX_TRAIN_BODY};
-use crate::{DataReport, Error, Learned, MetricKind, Result, Server};
+use crate::{DataReport, Error, JobPlan, Learned, MetricKind, Result, Server, TrainJob};
 
 /// Most bytes of a body that only names something.
 const SMALL_BODY: usize = 64 << 10;
@@ -195,13 +195,36 @@ async fn job(
     Ok(reply::ok(&done??))
 }
 
+fn planned(job: &TrainJob, plan: &JobPlan) -> Value {
+    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+    let JobPlan { steps, parameters, arena_bytes, parameter_bytes, allowed_bytes, .. } = plan;
+    json!({
+        "trains": true,
+        "fits": plan.instead.is_none(),
+        "instead": plan.instead,
+        "steps": steps,
+        "parameters": parameters,
+        "window": job.config.longest(),
+        "chunk": job.config.graph.rows,
+        "arena_mib": mib(*arena_bytes),
+        "parameters_mib": mib(*parameter_bytes),
+        "needed_mib": mib(arena_bytes + parameter_bytes),
+        "allowed_mib": allowed_bytes.map(mib),
+        "fallbacks": plan.fallbacks,
+    })
+}
+
 fn started(server: &Server) -> Value {
     json!({"ok": true, "status": status_of(server)})
 }
 
 async fn train(State(app): State<Arc<App>>, request: Request) -> Handled {
     let work = |body: &[u8], served: &Served, wanted: &dyn Fn() -> bool| {
-        served.server.train(request::train(body, &served.host, wanted)?)?;
+        let job = request::train(body, &served.host, wanted)?;
+        if job.plan {
+            return Ok(json!({"ok": true, "plan": planned(&job, &served.server.plan(&job)?)}));
+        }
+        served.server.train(job)?;
         Ok(started(&served.server))
     };
     job(&app, request, MAX_TRAIN_BODY, work).await

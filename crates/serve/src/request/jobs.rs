@@ -4,15 +4,18 @@ use std::collections::BTreeSet;
 
 use graph::Recompute;
 use serde_json::{Value, json};
-use train::{GraphConfig, Schedule, TrainConfig};
+use train::{GraphConfig, Schedule, TrainConfig, Walks};
 
 use super::data::{BLOCK, Data, Fit, corpus, of_rows, of_text, rows};
 use super::json::{Fields, missing, wrong};
 use super::{Host, names};
-use crate::{DataReport, Error, LearnJob, Pacing, Result, TrainJob};
+use crate::{DataReport, Durable, Error, LearnJob, Pacing, Result, TrainJob};
 
 /// How a job that says nothing about it shares the device: it slows turns down by at most a tenth.
 pub const DEFAULT_PACING: Pacing = Pacing::Slowdown(100_000);
+
+/// Steps from one checkpoint to the next where a job says nothing about it.
+const CHECKPOINT_EVERY: u64 = 50;
 
 /// Most examples of a request.
 const MAX_EXAMPLES: usize = 100_000;
@@ -38,15 +41,18 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
     let share = "a number from 0 to below 1";
     let val_split = fields.number("val_split", |v| (0.0..1.0).contains(&v), share)?.unwrap_or(0.1);
     let parse_special = fields.flag("parse_special")?;
+    let plan = fields.flag("plan")?.unwrap_or(false);
+    let every = fields.whole("checkpoint_every", 1..=1_000_000)?.unwrap_or(CHECKPOINT_EVERY);
     let text = fields.string("text")?;
     let examples = fields.list("examples", MAX_EXAMPLES)?;
     fields.finish()?;
     let path = names::file_to_write("out", folder, &out)?;
     let name = names::alias_of(&out).to_string();
     names::check_alias("out", &name, &host.name)?;
+    let durable = Durable::new(folder, &name, bytes, every);
 
     let Settings { mut config, fit, pacing, memory_budget } = settings;
-    let window = config.graph.rows;
+    let window = config.longest();
     let data = match corpus(text, examples)? {
         Ok(text) => {
             if fit != Fit::Refuse {
@@ -62,7 +68,7 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         Err(examples) => of_rows(&rows(examples)?, host, window, fit, wanted)?,
     };
     let Data { train: examples, held_out, report: data, .. } = data.split(val_split)?;
-    config.graph.rows = data.window;
+    shrink(&mut config, data.window);
     Ok(TrainJob {
         name,
         out: path,
@@ -73,6 +79,8 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         pacing,
         memory_budget,
         fallback: None,
+        durable: Some(durable),
+        plan,
     })
 }
 
@@ -95,8 +103,8 @@ pub fn learn(
 
     let Err(examples) = corpus(None, examples)? else { return Err(missing("examples", "a list")) };
     let rows = rows(examples)?;
-    let data = of_rows(&rows, host, config.graph.rows, fit, wanted)?.split(0.0)?;
-    config.graph.rows = data.report.window;
+    let data = of_rows(&rows, host, config.longest(), fit, wanted)?.split(0.0)?;
+    shrink(&mut config, data.report.window);
     let job = LearnJob { alias, config, examples: data.train, pacing, memory_budget };
     Ok((job, data.report))
 }
@@ -122,7 +130,7 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         }
     };
     let window = window(fields, host)?;
-    chunk(fields, window)?;
+    let (rows, walks) = walks(fields, window)?;
     let epochs = fields.whole("epochs", 1..=100)?.unwrap_or(1);
     let rate = "a number above 0 and up to 1";
     let lr = fields.float("lr", |v| v > 0.0 && v <= 1.0, rate)?.unwrap_or(1e-5);
@@ -143,23 +151,37 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         .number("memory_budget_mib", |v| v >= 1.0, "a number from 1, in MiB")?
         .map(|mib| (mib * f64::from(1 << 20)) as usize);
     let pacing = pacing(fields)?;
-    fields.only("exact", &[json!(false)])?;
-    fields.only("walk_horizon", &[json!(0)])?;
-    fields.only("walk_host_budget_mib", &[json!(0)])?;
-    let graph =
-        GraphConfig { rows: window, cache: host.cache, recompute, ..GraphConfig::default() };
+    let schedule = match fields.string("schedule")?.as_deref() {
+        None | Some("constant") => Schedule::Constant,
+        Some("linear") => Schedule::Linear,
+        Some("cosine") => Schedule::Cosine,
+        Some("wsd") => Schedule::Wsd,
+        Some(other) => {
+            let expected = "\"constant\", \"linear\", \"cosine\" or \"wsd\"";
+            return Err(wrong("schedule", &Value::String(other.into()), expected));
+        }
+    };
+    let from_0_to_1 = |v: f32| (0.0..=1.0).contains(&v);
+    let graph = GraphConfig { rows, cache: host.cache, recompute, ..GraphConfig::default() };
     let config = TrainConfig {
         targets,
         weights,
         rank,
         alpha,
         lr,
-        schedule: Schedule::Constant,
-        warmup: 0,
-        weight_decay: 0.0,
+        rslora: fields.flag("rslora")?.unwrap_or(false),
+        schedule,
+        warmup: fields.whole("warmup", 0..=1_000_000)?.unwrap_or(0),
+        weight_decay: fields
+            .float("weight_decay", from_0_to_1, "a number from 0 to 1")?
+            .unwrap_or(0.0),
         epochs,
-        accumulate: 1,
-        clip: 0.0,
+        accumulate: fields.whole("accumulate", 1..=1024)?.unwrap_or(1) as usize,
+        clip: fields.float("clip", |v| v >= 0.0, "0 or a positive number")?.unwrap_or(0.0),
+        eval_every: fields.whole("eval_every", 0..=1_000_000)?.unwrap_or(0),
+        patience: fields.whole("patience", 1..=1_000_000)?,
+        keep_best: fields.flag("keep_best")?.unwrap_or(false),
+        walks,
         seed,
         graph,
         ..TrainConfig::default()
@@ -179,21 +201,59 @@ fn window(fields: &mut Fields, host: &Host) -> Result<usize> {
     }
 }
 
-/// A window is one graph, so that no gradient is cut off inside it.
-fn chunk(fields: &mut Fields, window: usize) -> Result<()> {
-    let Some(asked) = fields.value("chunk") else { return Ok(()) };
-    match asked.as_u64() {
-        Some(n) if n >= BLOCK as u64 && n.is_multiple_of(BLOCK as u64) => {
-            if n >= window as u64 {
-                return Ok(());
+/// How a window is cut into graphs: their rows, and the walk where there are several. A chunk is
+/// the largest multiple of [`BLOCK`] that divides the window and is at most what was asked for.
+fn walks(fields: &mut Fields, window: usize) -> Result<(usize, Option<Walks>)> {
+    let exact = fields.flag("exact")?;
+    let horizon = fields.whole("walk_horizon", 0..=u64::from(u32::MAX))?;
+    let budget = fields.whole("walk_host_budget_mib", 0..=1 << 32)?;
+    let asked = match fields.value("chunk") {
+        None => window,
+        Some(asked) => match asked.as_u64() {
+            Some(n) if n >= BLOCK as u64 && n.is_multiple_of(BLOCK as u64) => {
+                usize::try_from(n).unwrap_or(window)
             }
-            let message = format!(
-                "`chunk` is {n}, which is less than `window` ({window}): a window in several \
-                 chunks is not supported; leave it out"
-            );
-            Err(Error::field("chunk", message))
+            _ => {
+                let expected = format!("a multiple of {BLOCK}, at least {BLOCK}");
+                return Err(wrong("chunk", &asked, &expected));
+            }
+        },
+    };
+    let divides = |rows: &usize| window.is_multiple_of(*rows);
+    let blocks = (1..=asked.min(window) / BLOCK).rev().map(|n| n * BLOCK);
+    let chunk = blocks.into_iter().find(divides).unwrap_or(window);
+    if chunk == window {
+        for (field, set) in [("walk_horizon", horizon), ("walk_host_budget_mib", budget)] {
+            if set.is_some_and(|n| n > 0) {
+                let message = format!(
+                    "`{field}` is set, but a window of {window} rows is one graph; expected a \
+                     `chunk` that is smaller than `window`"
+                );
+                return Err(Error::field(field, message));
+            }
         }
-        _ => Err(wrong("chunk", &asked, &format!("a multiple of {BLOCK}, at least {BLOCK}"))),
+        return Ok((window, None));
+    }
+    if exact == Some(false) {
+        let message = format!(
+            "`exact` is false, but a window in chunks of {chunk} always has the gradient of the \
+             whole; leave it out"
+        );
+        return Err(Error::field("exact", message));
+    }
+    let host_budget = usize::try_from(budget.unwrap_or(0) << 20).unwrap_or(usize::MAX);
+    let horizon = horizon.unwrap_or(0) as usize;
+    Ok((chunk, Some(Walks { window, horizon, host_budget })))
+}
+
+/// Settings for data whose windows have so many rows at most.
+fn shrink(config: &mut TrainConfig, window: usize) {
+    match &mut config.walks {
+        Some(walks) if window > config.graph.rows => walks.window = window,
+        walks => {
+            *walks = None;
+            config.graph.rows = config.graph.rows.min(window);
+        }
     }
 }
 

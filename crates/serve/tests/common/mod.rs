@@ -140,6 +140,8 @@ impl Fixture {
             pacing,
             memory_budget: None,
             fallback: None,
+            durable: None,
+            plan: false,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Deref;
 
-use graph::{DType, Device, Graph, Leaf, NodeId, Op, Placed, Position, Shape, Stop};
+use graph::{DType, Device, Graph, Leaf, NodeId, Op, Placed, Position, Shape, Stop, Workspace};
 use model::{EntryStates, Model, Net, NetConfig, PrefixShape, Weights};
 
 use super::memory::{Memory, Part};
@@ -254,6 +254,38 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         parameters: &Parameters,
         stop: &dyn Stop,
     ) -> Result<bool> {
+        let position = run.position;
+        let on = self.bound(run, parameters, |placed, devices, leaves, workspace| {
+            Ok(placed.run(devices, leaves, workspace, position, stop)?)
+        })?;
+        if let Some(at) = on {
+            run.position = at;
+        }
+        Ok(on.is_none())
+    }
+
+    /// Goes on with the search for the first result of a run that is not finite; `None` when
+    /// `stop` says so. The run begins anew, so that nothing of it can be read after.
+    pub(super) fn search_run(
+        &mut self,
+        run: &Run,
+        search: &mut graph::Search,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<Option<Option<graph::Culprit>>> {
+        self.bound(run, parameters, |placed, devices, leaves, workspace| {
+            Ok(placed.search(devices, leaves, workspace, search, stop)?)
+        })
+    }
+
+    /// Does something with the graph of a run, its devices, what its leaves are bound to, and the
+    /// memory.
+    fn bound<T>(
+        &mut self,
+        run: &Run,
+        parameters: &Parameters,
+        act: impl FnOnce(&Placed, &[&dyn Device], &[Leaf<'_>], &mut Workspace) -> Result<T>,
+    ) -> Result<T> {
         // By field, since the workspace is borrowed beside it.
         let Some(Built { kind, placed, .. }) = self.built.get(run.built) else {
             return Err(Error::Stopped("a plan went missing".into()));
@@ -267,13 +299,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let fallback = self.fallback.iter().map(|(device, _)| device.as_ref());
         let own = self.model.device().as_ref();
         let devices: Vec<&dyn Device> = std::iter::once(own).chain(fallback).collect();
-        match placed.run(&devices, &leaves, &mut self.workspace, run.position, stop)? {
-            Some(at) => {
-                run.position = at;
-                Ok(false)
-            }
-            None => Ok(true),
-        }
+        act(placed, &devices, &leaves, &mut self.workspace)
     }
 
     /// Adds the negative log-likelihoods of a run that has come to its end to a list, one for each
@@ -307,7 +333,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         built.placed.read(&self.workspace, at, bytemuck::cast_slice_mut(to))?;
         match to.iter().all(|g| g.is_finite()) {
             true => Ok(true),
-            false => Err(Error::Stopped(format!("the gradient of `{name}` is not finite"))),
+            false => Err(Error::NotFinite(format!("the gradient of `{name}` is not finite"))),
         }
     }
 

@@ -49,7 +49,7 @@ pub struct Args {
     pub data: DataArgs,
 
     /// The adapter to write, as GGUF
-    #[arg(short, long, value_name = "FILE", required_unless_present_any = ["dry_run", "out_model"])]
+    #[arg(short, long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 
     /// The model to write anew with the tensors of `--train-weights`, as GGUF
@@ -161,6 +161,27 @@ impl Args {
     }
 }
 
+/// Say what a training run would take, without running it
+///
+/// Whether it trains, what it needs of memory, part by part, and about how long it takes; where it
+/// does not fit, which settings would. Nothing is allocated for it. The options are those of
+/// `gradus train`, of which this is `--dry-run`.
+#[derive(clap::Args, Debug, Clone)]
+#[command(after_help = "\
+Examples:
+  gradus plan --data facts.jsonl
+  gradus plan -m gemma-3-270m --template plain --data facts.jsonl --window 2048 --rank 16
+  gradus plan --data facts.jsonl --memory-budget 400     what would fit")]
+pub struct PlanArgs {
+    #[command(flatten)]
+    train: Args,
+}
+
+/// `gradus plan`.
+pub fn plan(args: &PlanArgs) -> Result<()> {
+    run(&Args { dry_run: true, ..args.train.clone() })
+}
+
 pub fn run(args: &Args) -> Result<()> {
     for out in args.out.iter().chain(&args.out_model) {
         check_writable(out)?;
@@ -191,9 +212,9 @@ pub fn run(args: &Args) -> Result<()> {
         keeping: out.filter(|_| !args.dry_run).map(|out| args.keeping.of(out)),
     };
     let interrupt = Interrupt::listen_for_end();
-    let ready = session.ready()?;
+    let mut ready = session.ready()?;
     if args.dry_run {
-        return describe(args, &data, targets, &ready);
+        return describe(args, &data, targets, &mut ready);
     }
     let out = out.ok_or_else(|| Error::invalid("there is no file to write"))?;
     let mut recorder = Recorder::begin(args, &model, &data, threads, &ready, out)?;
@@ -243,7 +264,9 @@ fn plan_json(plan: &Plan) -> serde_json::Value {
     })
 }
 
-fn describe(args: &Args, data: &Data, targets: usize, ready: &Ready<'_>) -> Result<()> {
+fn describe(args: &Args, data: &Data, targets: usize, ready: &mut Ready<'_>) -> Result<()> {
+    let (seconds, fallbacks) = (ready.seconds()?, ready.fallbacks()?);
+    let device = args.model.device.count()?;
     let tokens: usize = data.train.iter().map(|e| e.tokens.len()).sum();
     let trained: usize = data.train.iter().map(Example::labelled).sum();
     if args.json {
@@ -256,6 +279,9 @@ fn describe(args: &Args, data: &Data, targets: usize, ready: &Ready<'_>) -> Resu
             "parameters": ready.parameters,
             "steps": ready.steps,
             "recompute": format!("{:?}", ready.recompute),
+            "trains": true,
+            "fallbacks": fallbacks,
+            "seconds": seconds,
             "plan": plan_json(&ready.plan),
         }));
     }
@@ -267,6 +293,12 @@ fn describe(args: &Args, data: &Data, targets: usize, ready: &Ready<'_>) -> Resu
     line(&format!("tokens         {}, {trained} of them trained", count(tokens as u64)))?;
     line(&format!("targets        {targets} projections, {} parameters", count(ready.parameters)))?;
     line(&format!("steps          {}", count(ready.steps)))?;
+    let about = duration(std::time::Duration::from_secs_f64(seconds));
+    line(&format!("time           about {about} on {device} threads"))?;
+    match fallbacks.as_slice() {
+        [] => line("falls back     nothing")?,
+        list => list.iter().try_for_each(|f| line(&format!("falls back     {f}")))?,
+    }
     line(&format!(
         "recomputed     {}",
         match ready.recompute {

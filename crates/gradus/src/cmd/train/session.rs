@@ -81,6 +81,7 @@ pub struct Session<'a> {
 
 /// A run that is planned: nothing is allocated for it yet.
 pub struct Ready<'a> {
+    model: &'a Model,
     trainer: Trainer<&'a Model>,
     keeping: Option<Keeping>,
     pub plan: Plan,
@@ -211,6 +212,7 @@ impl<'a> Session<'a> {
                 }
             }
             return Ok(Ready {
+                model: self.model,
                 trainer,
                 keeping: self.keeping,
                 plan,
@@ -226,6 +228,25 @@ impl<'a> Session<'a> {
 }
 
 impl Ready<'_> {
+    /// Seconds that the steps to come take on this machine, as far as what their graphs cost and
+    /// rates measured now tell.
+    ///
+    /// # Errors
+    /// When the device cannot be measured.
+    pub fn seconds(&mut self) -> Result<f64> {
+        let rates = train::Rates::measure(self.model.device().as_ref())?;
+        Ok(rates.seconds(&self.trainer.cost()?))
+    }
+
+    /// What falls back to another device, in words.
+    ///
+    /// # Errors
+    /// None that is left: the plan is there.
+    pub fn fallbacks(&mut self) -> Result<Vec<String>> {
+        let of = |f: &graph::Fallback| format!("{} `{}`: {}", f.op, f.name, f.reason);
+        Ok(self.trainer.plan()?.fallbacks.iter().map(of).collect())
+    }
+
     /// The settings that decide the result.
     pub fn settings(&self) -> serde_json::Map<String, serde_json::Value> {
         self.trainer.settings()

@@ -1,0 +1,91 @@
+//! A number that is not finite ends a run by name: the step, the op and the node that gave it first.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use gguf::TensorType;
+use graph::Stop;
+use model::Model;
+use model::toy::Toy;
+use train::{Advance, Example, GraphConfig, Optimizer, Start, TrainConfig, Trainer, Walks};
+
+fn toy(arch: &'static str) -> Model {
+    let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
+    let bytes = Toy::new(arch, TensorType::F32, 3).gguf().unwrap();
+    Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
+}
+
+fn examples() -> Vec<Example> {
+    let tokens: Vec<u32> = (0..40).map(|i| 20 + i * 7 % 250).collect();
+    vec![Example { weights: vec![1.0; tokens.len()], tokens }]
+}
+
+/// Stops at every edge, and counts them.
+struct Edges(AtomicUsize);
+
+impl Stop for Edges {
+    fn should_stop(&self) -> bool {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+}
+
+/// What a run says whose adapter on one target is far too strong.
+fn said(model: &Model, target: &str, walks: Option<Walks>, stop: &dyn Stop) -> (String, usize) {
+    let config = TrainConfig {
+        targets: train::select_targets(model, &["all".into()]).unwrap(),
+        rank: 2,
+        lr: 1e-3,
+        walks,
+        graph: GraphConfig {
+            rows: if walks.is_some() { 16 } else { 64 },
+            ..GraphConfig::default()
+        },
+        ..TrainConfig::default()
+    };
+    let fresh = Trainer::new(model, config.clone()).unwrap();
+    let mut adapter = fresh.parameters().adapter.clone().unwrap();
+    let pair = adapter.tensors.get_mut(target).unwrap();
+    pair.a.iter_mut().for_each(|a| *a *= 1e6);
+    pair.b.fill(3e38);
+    let start = Start { from: Some((adapter, Optimizer::default())), fallback: None };
+    let mut trainer = Trainer::start(model, config, start).unwrap();
+    trainer.load(examples(), Vec::new()).unwrap();
+    trainer.reserve().unwrap();
+    let before = trainer.parameters().clone();
+    let mut stops = 0;
+    loop {
+        match trainer.advance(stop) {
+            Ok(Advance::Stopped) => stops += 1,
+            Ok(other) => assert!(matches!(other, Advance::Stopped), "{other:?}"),
+            Err(e) => {
+                assert!(trainer.parameters() == &before, "something has moved");
+                return (e.to_string(), stops);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_op_that_is_not_finite_is_named() {
+    for (arch, target) in [
+        ("llama", "blk.1.ffn_up.weight"),
+        ("qwen35moe", "blk.0.attn_qkv.weight"),
+        ("qwen3moe", "blk.1.ffn_down_exps.weight"),
+    ] {
+        let model = toy(arch);
+        let (whole, _) = said(&model, target, None, &());
+        assert!(whole.starts_with("step 1: "), "{whole}");
+        let named = format!("Lora at `{target}`");
+        let experts = format!("LoraExperts at `{target}`");
+        assert!(whole.contains(&named) || whole.contains(&experts), "{arch}: {whole}");
+        // Wherever it is stopped, it says the same, and it can be stopped often.
+        let (stopped, stops) = said(&model, target, None, &Edges(AtomicUsize::new(0)));
+        assert_eq!(stopped, whole);
+        assert!(stops > 100, "{arch}: {stops} edges");
+        let walks = Walks { window: 64, horizon: 0, host_budget: 0 };
+        let (walked, _) = said(&model, target, Some(walks), &());
+        assert!(walked.starts_with("step 1: ") && walked.contains(" at `"), "{arch}: {walked}");
+    }
+}
