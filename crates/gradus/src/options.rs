@@ -282,8 +282,8 @@ impl DataArgs {
     /// Names the file, the row and the reason; or there is no template.
     pub fn load(&self, model: &Model, template: &TemplateArgs) -> Result<Dataset> {
         let template = template.of(model)?;
-        let options = data::Options { window: Some(self.window) };
-        Ok(data::load(&self.data, &options, model.tokenizer(), &template)?)
+        let options = data::Options { window: Some(self.window), ..Default::default() };
+        Ok(data::load(&self.data, &options, model.tokenizer(), Ok(&template))?)
     }
 }
 
