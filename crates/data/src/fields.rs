@@ -65,7 +65,7 @@ impl Fields {
     /// A field as it came.
     pub fn value(&mut self, field: &'static str) -> Option<Value> {
         self.known.push(field);
-        self.map.remove(field).filter(|v| !(self.nulls && v.is_null()))
+        self.map.shift_remove(field).filter(|v| !(self.nulls && v.is_null()))
     }
 
     /// A string.
@@ -251,7 +251,7 @@ mod tests {
         for (name, meant) in [
             ("mesages", Some("messages")),
             ("Messages", Some("messages")),
-            ("massegse", Some("messages")),
+            ("messgaes", Some("messages")),
             ("tool", Some("tools")),
             ("wieght", Some("weight")),
             ("trian", Some("train")),

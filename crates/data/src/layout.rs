@@ -264,7 +264,7 @@ fn columns(
                 return Err(Bad::field(Reason::UnknownField, name, what));
             }
             _ => {
-                row.remove(&name);
+                row.shift_remove(&name);
                 // Rows may have names of their own; what is listed is bounded.
                 if ignored.len() < 64 {
                     ignored.insert(name);

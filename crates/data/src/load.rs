@@ -80,14 +80,7 @@ pub fn load(
     tokenizer: &Tokenizer,
     template: std::result::Result<&ChatTemplate, &str>,
 ) -> Result<Dataset> {
-    let renderer = Renderer {
-        tokenizer,
-        template,
-        loss_on: options.loss_on,
-        fit: options.fit,
-        window: options.window,
-        parse_special: options.parse_special,
-    };
+    let renderer = Renderer::new(tokenizer, template, options);
     let (mut examples, mut origins, mut shortened) = (Vec::new(), Vec::new(), 0);
     let read = each(files, options, &mut |row| {
         let rendered = renderer.examples(&row.content)?;

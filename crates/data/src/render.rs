@@ -2,7 +2,7 @@
 
 use text::{ChatTemplate, Conversation, Encode, Message, Tokenizer};
 
-use crate::{Bad, Content, Example, Reason};
+use crate::{Bad, Content, Example, Options, Reason};
 
 type Result<T> = std::result::Result<T, Bad>;
 
@@ -54,7 +54,17 @@ pub struct Rendered {
     pub shortened: bool,
 }
 
-impl Renderer<'_> {
+impl<'a> Renderer<'a> {
+    /// As data are read.
+    pub fn new(
+        tokenizer: &'a Tokenizer,
+        template: std::result::Result<&'a ChatTemplate, &'a str>,
+        options: &Options,
+    ) -> Renderer<'a> {
+        let &Options { loss_on, fit, window, parse_special, .. } = options;
+        Renderer { tokenizer, template, loss_on, fit, window, parse_special }
+    }
+
     /// The examples of a row: at least one, each with at least one token that carries loss.
     ///
     /// # Errors

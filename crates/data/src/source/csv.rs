@@ -20,7 +20,7 @@ pub(super) fn records(
 ) -> Result<(), Failure> {
     let row = input.row.clone();
     // The reader fills a buffer ahead of the record.
-    let allowance = MAX_ROW + (64 << 10);
+    let allowance = MAX_ROW + (16 << 10);
     let mut reader = ReaderBuilder::new()
         .delimiter(delimiter)
         .flexible(true)
