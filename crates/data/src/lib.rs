@@ -9,10 +9,24 @@
 //! the file, the row and the field.
 #![deny(clippy::indexing_slicing)]
 
+mod bad;
 mod error;
 mod example;
+mod fields;
+mod json;
+mod layout;
 mod load;
+mod message;
+mod render;
+mod source;
 
-pub use error::{Error, Result};
+pub use bad::{Bad, Reason};
+pub use error::{BadRow, BadRows, Error, Result};
 pub use example::{Example, Window, pack};
-pub use load::{Dataset, Options, load};
+pub use fields::{Fields, missing, shown, wrong};
+pub use json::{MAX_DEPTH, MAX_VALUES, parse_json};
+pub use layout::{Content, Layout, Reading};
+pub use load::{Dataset, FileReport, Options, Read, Row, each, load};
+pub use message::{Purpose, messages, tools};
+pub use render::{Fit, LossOn, Rendered, Renderer};
+pub use source::{MAX_FILE, MAX_ROW, MAX_ROWS};

@@ -1,15 +1,56 @@
-//! From files to examples.
+//! From files to a data set.
 
-use std::io::{BufRead, BufReader};
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Example, Result};
+use text::{ChatTemplate, Tokenizer};
+
+use crate::error::{BadRow, BadRows};
+use crate::layout::{Content, Layout, Reading};
+use crate::render::{Fit, LossOn, Renderer};
+use crate::{Bad, Error, Example, Reason, Result, source};
 
 /// How data are read.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Options {
+    /// The layout of all rows; else each file's is detected.
+    pub layout: Option<Layout>,
+    /// Which tokens carry loss.
+    pub loss_on: LossOn,
+    /// Rows that cannot be learned from are left out and counted, not refused.
+    pub skip_bad: bool,
+    /// What becomes of conversations that are too long.
+    pub fit: Fit,
     /// Rows of the windows that examples have to fit.
     pub window: Option<usize>,
+    /// Whether control tokens written in texts are taken as such; those that a template writes
+    /// always are.
+    pub parse_special: bool,
+}
+
+/// A row of a file, and what it holds.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Row {
+    /// Index of its file.
+    pub file: usize,
+    /// Line of JSON lines, else the number of the record; from 1.
+    pub number: u64,
+    /// What it holds.
+    pub content: Content,
+}
+
+/// What became of a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FileReport {
+    /// The file.
+    pub file: PathBuf,
+    /// The layout of its rows; none where all are bad.
+    pub layout: Option<Layout>,
+    /// How many rows it has.
+    pub rows: u64,
+    /// Columns that mean nothing for training, the first 64.
+    pub ignored: BTreeSet<String>,
 }
 
 /// Data ready to be trained on.
@@ -17,92 +58,139 @@ pub struct Options {
 pub struct Dataset {
     /// The sequences, in the order of the files and their rows.
     pub examples: Vec<Example>,
+    /// For each the index of its file, and the number of its row.
+    pub origins: Vec<(usize, u64)>,
+    /// What became of each file.
+    pub files: Vec<FileReport>,
+    /// Rows that were shortened to fit a window.
+    pub shortened: u64,
+    /// Rows that were left out.
+    pub skipped: BadRows,
 }
 
-/// Reads data files, and renders each row with the chat template the model is served with.
+/// Reads data files, and renders each row with the tokenizer and the template that the model is
+/// served with.
 ///
 /// # Errors
-/// Names the file, the row and the reason.
+/// Names the file, the row and the reason. A conversation that cannot be made to fit with
+/// [`Options::fit`] is left out in any case.
 pub fn load(
     files: &[PathBuf],
-    _options: &Options,
-    tokenizer: &text::Tokenizer,
-    template: &text::ChatTemplate,
+    options: &Options,
+    tokenizer: &Tokenizer,
+    template: std::result::Result<&ChatTemplate, &str>,
 ) -> Result<Dataset> {
-    let mut examples = Vec::new();
-    for file in files {
-        examples.append(&mut read_jsonl(file, tokenizer, template)?);
-    }
-    Ok(Dataset { examples })
+    let renderer = Renderer::new(tokenizer, template, options);
+    let (mut examples, mut origins, mut shortened) = (Vec::new(), Vec::new(), 0);
+    let read = each(files, options, &mut |row| {
+        let rendered = renderer.examples(&row.content)?;
+        shortened += u64::from(rendered.shortened);
+        origins.extend(rendered.examples.iter().map(|_| (row.file, row.number)));
+        examples.extend(rendered.examples);
+        Ok(())
+    })?;
+    Ok(Dataset { examples, origins, files: read.files, shortened, skipped: read.skipped })
 }
 
-/// The longest line of a data file, in bytes.
-const LONGEST_LINE: u64 = 16 << 20;
+/// What became of the rows of files.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Read {
+    /// What became of each file.
+    pub files: Vec<FileReport>,
+    /// Rows that were left out.
+    pub skipped: BadRows,
+}
 
-/// Reads conversations, one JSON object `{"messages": [...]}` a line, and renders each with the
-/// chat template the model is served with. Assistant turns carry loss.
+/// Bad rows after which the rest is not looked at where they are refused anyway.
+const ENOUGH: u64 = 1000;
+
+/// Hands on every row of files. What is done with one may find it bad, too.
 ///
 /// # Errors
-/// Names the file, the line and the reason: not readable, no JSON, no messages, a conversation
-/// the template refuses, nothing to learn from.
-fn read_jsonl(
-    path: &Path,
-    tokenizer: &text::Tokenizer,
-    template: &text::ChatTemplate,
-) -> Result<Vec<Example>> {
-    let name = path.display();
-    let file = std::fs::File::open(path).map_err(|e| Error::Data(format!("{name}: {e}")))?;
-    let mut reader = BufReader::new(file);
-    let mut examples = Vec::new();
-    let mut line = String::new();
-    for number in 1.. {
-        line.clear();
-        let mut bounded = std::io::Read::take(&mut reader, LONGEST_LINE);
-        let read = bounded
-            .read_line(&mut line)
-            .map_err(|e| Error::Data(format!("{name}: line {number}: {e}")))?;
-        if read == 0 {
-            break;
+/// As [`load`].
+pub fn each(
+    files: &[PathBuf],
+    options: &Options,
+    take: &mut dyn FnMut(Row) -> std::result::Result<(), Bad>,
+) -> Result<Read> {
+    let (mut read, mut good) = (Read::default(), 0u64);
+    // Of the bad ones, those that only do not fit.
+    let mut unfit = 0u64;
+    for (index, file) in files.iter().enumerate() {
+        let mut about =
+            FileReport { file: file.clone(), layout: None, rows: 0, ignored: BTreeSet::new() };
+        let mut sink = |raw: source::Raw| {
+            about.rows += 1;
+            let reading =
+                Reading { cells: raw.cells, chosen: options.layout.is_some(), strict: false };
+            let number = raw.number;
+            let result = raw.fields.and_then(|fields| {
+                let layout = match (options.layout, about.layout) {
+                    (Some(layout), _) => layout,
+                    (None, before) => agreed(Layout::detect(&fields), before)?,
+                };
+                about.layout = Some(layout);
+                let content = Content::read(fields, layout, reading, &mut about.ignored)?;
+                take(Row { file: index, number, content }).map_err(|bad| named(bad, layout))
+            });
+            match result {
+                Ok(()) => good += 1,
+                Err(bad) => {
+                    let fits_not = matches!(bad.reason, Reason::TruncatedAnswer | Reason::TooLong);
+                    unfit += u64::from(options.fit != Fit::Refuse && fits_not);
+                    read.skipped.add(BadRow { file: name(file), row: number, bad });
+                }
+            }
+            let refused = !options.skip_bad && read.skipped.total() - unfit >= ENOUGH;
+            Ok(if refused { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        };
+        source::read(file, &mut sink)?;
+        if about.rows == 0 {
+            return Err(Error::file(file, "has no rows"));
         }
-        if read as u64 == LONGEST_LINE {
-            return Err(Error::Data(format!(
-                "{name}: line {number} is longer than {LONGEST_LINE} bytes"
-            )));
+        read.files.push(about);
+        if !options.skip_bad && read.skipped.total() > unfit {
+            return Err(Error::Rows(read.skipped));
         }
-        if line.trim().is_empty() {
-            continue;
-        }
-        let example = parse(&line, tokenizer, template)
-            .map_err(|why| Error::Data(format!("{name}: line {number}: {why}")))?;
-        examples.push(example);
     }
-    if examples.is_empty() {
-        return Err(Error::Data(format!(
-            "{name}: no conversations; expected one JSON object a line"
-        )));
+    if good == 0 {
+        return Err(Error::Data(match read.skipped.listed.first() {
+            Some(first) => format!(
+                "none of {} rows can be learned from ({}); the first: {first}",
+                read.skipped.total(),
+                read.skipped.reasons()
+            ),
+            None => "there are no data files; expected at least one".into(),
+        }));
     }
-    Ok(examples)
+    Ok(read)
 }
 
-fn parse(
-    line: &str,
-    tokenizer: &text::Tokenizer,
-    template: &text::ChatTemplate,
-) -> std::result::Result<Example, String> {
-    let row: serde_json::Value = serde_json::from_str(line).map_err(|e| format!("no JSON: {e}"))?;
-    let object = row.as_object().ok_or("expected an object with the field `messages`")?;
-    if let Some(unknown) = object.keys().find(|k| *k != "messages") {
-        return Err(format!("unknown field `{unknown}`; expected `messages`"));
+/// A row's layout is that of the rows before it.
+fn agreed(
+    found: std::result::Result<Layout, Bad>,
+    before: Option<Layout>,
+) -> std::result::Result<Layout, Bad> {
+    match (found, before) {
+        (Ok(found), Some(before)) if found != before => {
+            let what = format!(
+                "its layout is {found}, that of the rows before it {before}; make them files of \
+                 their own, or choose one with `--layout`"
+            );
+            Err(Bad::row(Reason::MixedLayouts, what))
+        }
+        (found, _) => found,
     }
-    let messages = object.get("messages").ok_or("the field `messages` is missing")?;
-    let messages: Vec<text::Message> =
-        serde_json::from_value(messages.clone()).map_err(|e| format!("field `messages`: {e}"))?;
-    let conversation =
-        text::conversation(tokenizer, template, &messages, &[]).map_err(|e| e.to_string())?;
-    let weights = conversation.weights;
-    let example = Example { tokens: conversation.ids, weights };
-    if example.weight() == 0.0 {
-        return Err("no token carries loss".into());
+}
+
+/// A fault of a message, which only the layout that has messages has in a field of this name.
+fn named(bad: Bad, layout: Layout) -> Bad {
+    match layout {
+        Layout::Messages | Layout::Text => bad,
+        _ => Bad { field: String::new(), ..bad },
     }
-    Ok(example)
+}
+
+fn name(file: &Path) -> String {
+    file.display().to_string()
 }

@@ -51,6 +51,15 @@ impl Error {
         }
     }
 
+    /// What it says.
+    pub fn message(&self) -> String {
+        match self {
+            Error::Failed { message, .. } => message.clone(),
+            Error::Closed => "nobody reads the output".into(),
+            Error::Interrupted => "interrupted".into(),
+        }
+    }
+
     /// An input file that cannot be read.
     pub fn reading(path: &Path, why: impl Display) -> Error {
         Error::invalid(format!("cannot read {}: {why}", path.display()))

@@ -14,6 +14,7 @@ mod memory;
 mod options;
 mod output;
 mod progress;
+mod reading;
 
 use std::process::ExitCode;
 

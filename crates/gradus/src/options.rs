@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use data::Dataset;
 use graph::{DType, Device};
 use model::{Adapter, AdapterId, Engine, EngineConfig, Model};
 use text::{ChatTemplate, SpecialTokens};
 
 use crate::error::{Error, Result};
+pub use crate::reading::{DataArgs, ReadingArgs, RowRange};
 
 /// Which model, and what runs it.
 #[derive(Args, Debug, Clone)]
@@ -69,19 +69,6 @@ pub struct TemplateArgs {
     /// A built-in chat template instead of the model's, such as `plain` for a base model
     #[arg(long, value_name = "NAME")]
     pub template: Option<String>,
-}
-
-/// Which data, and how they are read.
-#[derive(Args, Debug, Clone)]
-#[command(next_help_heading = "Data")]
-pub struct DataArgs {
-    /// Conversations; several files are read one after the other
-    #[arg(short, long, value_name = "FILE", required = true, num_args = 1..)]
-    pub data: Vec<PathBuf>,
-
-    /// Rows of a window; conversations are packed into windows, and must fit one
-    #[arg(long, value_name = "ROWS", default_value_t = 512)]
-    pub window: usize,
 }
 
 /// What keys and values are kept in.
@@ -272,18 +259,6 @@ impl TemplateArgs {
                  `run --raw`"
             ))
         })
-    }
-}
-
-impl DataArgs {
-    /// The data, rendered for a model.
-    ///
-    /// # Errors
-    /// Names the file, the row and the reason; or there is no template.
-    pub fn load(&self, model: &Model, template: &TemplateArgs) -> Result<Dataset> {
-        let template = template.of(model)?;
-        let options = data::Options { window: Some(self.window) };
-        Ok(data::load(&self.data, &options, model.tokenizer(), &template)?)
     }
 }
 

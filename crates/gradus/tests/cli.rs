@@ -12,13 +12,15 @@ use common::{
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 14] = [
+const COMMANDS: [&str; 16] = [
     "demo",
     "pull",
     "run",
     "chat",
     "serve",
     "train",
+    "eval",
+    "data",
     "runs",
     "inspect",
     "tokenize",
@@ -213,7 +215,7 @@ fn wrong_input_is_one_line_and_exit_code_1() {
         fails(&args, 1, parts);
         assert!(!Path::new(&adapter).exists(), "a failed training left a file");
     };
-    train(&data, &[], &["d.jsonl", "line 1", "role"]);
+    train(&data, &[], &["d.jsonl", "row 1", "role"]);
     train("missing.jsonl", &[], &["missing.jsonl"]);
     let data = folder.write("d.jsonl", facts());
     train(&data, &["--targets", "nothing"], &["nothing", "attn"]);
@@ -674,6 +676,7 @@ fn the_documentation_is_the_help() {
     }
     section(&["dump", "logits"]);
     section(&["dump", "grads"]);
+    section(&["data", "show"]);
     for command in ["show", "compare", "rm"] {
         section(&["runs", command]);
     }

@@ -23,6 +23,7 @@ mod model;
 mod net;
 mod peft;
 mod perplexity;
+mod score;
 mod skeleton;
 pub mod toy;
 mod weights;
@@ -40,5 +41,6 @@ pub use net::{
     EntryStates, Experts, LoraShape, Net, NetConfig, PrefixShape, Projection, StateNodes,
 };
 pub use perplexity::{Perplexity, perplexity};
+pub use score::{Scored, ToScore, score};
 pub use skeleton::Skeleton;
 pub use weights::{TensorSource, Weight, Weights};

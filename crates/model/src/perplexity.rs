@@ -1,6 +1,6 @@
 //! Perplexity of a text, as llama.cpp's `llama-perplexity` measures it.
 
-use crate::{AdapterId, Engine, Error, Result, Rows, WantLogits};
+use crate::{AdapterId, Engine, Error, Result, ToScore, score};
 
 /// What a text is worth to a model.
 #[derive(Copy, Clone, PartialEq, Debug)]
@@ -17,9 +17,6 @@ pub struct Perplexity {
     pub scored: usize,
 }
 
-/// Bytes of logits held at a time.
-const LOGIT_BYTES: usize = 64 << 20;
-
 /// Measures `tokens` in windows of `ctx` tokens without overlap; the last, incomplete one is
 /// left out. The first token of each window is replaced by `bos` where there is one, and its
 /// tokens from `ctx / 2 + 1` on are scored. `on` hears after every window how many of how many
@@ -35,7 +32,6 @@ pub fn perplexity(
     adapter: Option<AdapterId>,
     on: &mut dyn FnMut(usize, usize, f64) -> bool,
 ) -> Result<Perplexity> {
-    let vocab = engine.model().geometry().vocab;
     if ctx < 4 {
         return Err(Error::new(format!("the window is {ctx} tokens, expected at least 4")));
     }
@@ -46,7 +42,7 @@ pub fn perplexity(
             tokens.len()
         )));
     }
-    let piece = (LOGIT_BYTES / (vocab * 4)).max(1);
+    let wanted: Vec<bool> = (0..ctx).map(|i| i > ctx / 2).collect();
     let windows = tokens.chunks_exact(ctx);
     let count = windows.len();
     let (mut sum, mut squares, mut scored, mut done) = (0.0, 0.0, 0usize, 0);
@@ -55,29 +51,13 @@ pub fn perplexity(
         if let (Some(bos), Some(first)) = (bos, fed.first_mut()) {
             *first = bos;
         }
-        let seq = engine.cache().open();
-        let mut score = || -> Result<()> {
-            // The last token is only predicted.
-            let (context, rest) = fed.split_at(ctx / 2);
-            let rest = rest.split_last().map_or(rest, |(_, rest)| rest);
-            engine.forward(&[Rows { seq, tokens: context, adapter, want: WantLogits::None }])?;
-            let mut labels = window.iter().skip(ctx / 2 + 1);
-            for tokens in rest.chunks(piece) {
-                let rows = Rows { seq, tokens, adapter, want: WantLogits::All };
-                let logits = engine.forward(&[rows])?.pop().unwrap_or_default();
-                let labels: Vec<u32> = labels.by_ref().take(tokens.len()).copied().collect();
-                for logprob in engine.log_probs(&logits, &labels)? {
-                    let nll = -f64::from(logprob);
-                    sum += nll;
-                    squares += nll * nll;
-                    scored += 1;
-                }
-            }
-            Ok(())
-        };
-        let result = score();
-        engine.cache().close(seq);
-        result?;
+        let item = ToScore { tokens: &fed, wanted: &wanted, adapter };
+        for token in score(engine, &[item], ctx)?.pop().unwrap_or_default() {
+            let nll = -f64::from(token.logprob);
+            sum += nll;
+            squares += nll * nll;
+            scored += 1;
+        }
         done += 1;
         if !on(done, count, (sum / scored as f64).exp()) {
             break;

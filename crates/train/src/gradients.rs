@@ -79,6 +79,19 @@ pub struct Measured {
 /// Most packed sequences of a window, per row.
 const SEQS_PER_ROW: usize = 4;
 
+/// Most sequences that a window of so many rows may hold, for a model.
+pub fn most_sequences(geometry: &model::Geometry, rows: usize) -> usize {
+    let most = (rows / SEQS_PER_ROW).max(1);
+    // The graph has a state for each, used or not: together no larger than what the rows of a
+    // feed-forward layer are.
+    match geometry.states.iter().map(Shape::elements).max() {
+        Some(state) if state > 0 => {
+            (rows.saturating_mul(4 * geometry.width) / state).clamp(1, most)
+        }
+        _ => most,
+    }
+}
+
 /// The longest window, in rows.
 const LONGEST: usize = 1 << 20;
 
@@ -184,16 +197,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
 
     /// Most sequences a window may hold.
     pub fn most_sequences(&self) -> usize {
-        let geometry = self.model.geometry();
-        let (rows, most) = (self.config.rows, (self.config.rows / SEQS_PER_ROW).max(1));
-        // The graph has a state for each, used or not: together no larger than what the rows of a
-        // feed-forward layer are.
-        match geometry.states.iter().map(Shape::elements).max() {
-            Some(state) if state > 0 => {
-                (rows.saturating_mul(4 * geometry.width) / state).clamp(1, most)
-            }
-            _ => most,
-        }
+        most_sequences(self.model.geometry(), self.config.rows)
     }
 
     /// Rows of the longest window: of one sequence, where that is longer than a graph.

@@ -27,7 +27,9 @@ pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
 pub use estimate::Rates;
 pub use fit::{Nearest, nearest};
-pub use gradients::{Gradients, GraphConfig, Measured, Parameters, Pass, Walks, loss_of};
+pub use gradients::{
+    Gradients, GraphConfig, Measured, Parameters, Pass, Walks, loss_of, most_sequences,
+};
 pub use optimizer::{Method, Optimizer, Schedule};
 pub use targets::{select_targets, top_layers};
 pub use trainer::{Advance, Event, Outcome, Start, Trainer};

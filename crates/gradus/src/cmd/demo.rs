@@ -98,8 +98,8 @@ pub fn run(args: &Args) -> Result<()> {
     let (_, before) = examine(&model, &template, None, facts.get(..SHOWN).unwrap_or(&facts))?;
     line("\n== Training a LoRA adapter on 48 questions and answers")?;
     let files = std::slice::from_ref(&data);
-    let read = ::data::Options { window: Some(WINDOW) };
-    let examples = ::data::load(files, &read, model.tokenizer(), &template)?.examples;
+    let read = ::data::Options { window: Some(WINDOW), ..Default::default() };
+    let examples = ::data::load(files, &read, model.tokenizer(), Ok(&template))?.examples;
     let interrupt = Interrupt::listen();
     let session = Session {
         model: &model,

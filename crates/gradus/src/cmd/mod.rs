@@ -3,9 +3,11 @@
 pub mod bench;
 pub mod chat;
 pub mod check_grads;
+pub mod data;
 pub mod demo;
 mod demo_moe;
 pub mod dump;
+pub mod eval;
 pub mod inspect;
 pub mod make_toy;
 pub mod perplexity;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::json::{Fields, missing};
+use super::json::{body, missing};
 use super::{Host, names};
 use crate::Result;
 
@@ -11,7 +11,7 @@ use crate::Result;
 /// # Errors
 /// Names the field that is wrong.
 pub fn out(bytes: &[u8]) -> Result<String> {
-    let mut fields = Fields::body(bytes, false)?;
+    let mut fields = body(bytes, false)?;
     let out = fields.string("out")?.ok_or_else(|| missing("out", "the job's `out`"))?;
     fields.finish()?;
     names::check_file_name("out", &out)?;
@@ -23,7 +23,7 @@ pub fn out(bytes: &[u8]) -> Result<String> {
 /// # Errors
 /// Names the field that is wrong.
 pub fn alias(bytes: &[u8]) -> Result<String> {
-    let mut fields = Fields::body(bytes, false)?;
+    let mut fields = body(bytes, false)?;
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
     fields.finish()?;
     Ok(alias)
@@ -36,7 +36,7 @@ pub fn alias(bytes: &[u8]) -> Result<String> {
 /// Names the field that is wrong.
 pub fn load_adapter(bytes: &[u8], host: &Host) -> Result<(String, PathBuf)> {
     let folder = host.train_dir()?;
-    let mut fields = Fields::body(bytes, false)?;
+    let mut fields = body(bytes, false)?;
     let name = fields.string("name")?;
     let alias = fields.string("alias")?;
     fields.finish()?;
@@ -57,6 +57,6 @@ pub fn load_adapter(bytes: &[u8], host: &Host) -> Result<(String, PathBuf)> {
 pub fn nothing(bytes: &[u8]) -> Result<()> {
     match bytes.iter().all(u8::is_ascii_whitespace) {
         true => Ok(()),
-        false => Fields::body(bytes, false)?.finish(),
+        false => Ok(body(bytes, false)?.finish()?),
     }
 }

@@ -1,16 +1,15 @@
 //! `POST /v1/chat/completions` and `POST /v1/completions`.
 
-use serde_json::{Map, Value, json};
-use text::{Content, Message, SamplerConfig};
+use data::{Purpose, tools};
+use serde_json::{Value, json};
+use text::SamplerConfig;
 
-use super::json::{Fields, missing, wrong};
+use super::json::{Fields, body, missing, wrong};
 use super::{Host, text_error};
 use crate::{Ask, Error, Result};
 
 /// Most messages of a conversation.
 const MAX_MESSAGES: usize = 4096;
-/// Most tools of a conversation.
-const MAX_TOOLS: usize = 1024;
 
 /// How the answer is wanted.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -44,7 +43,7 @@ impl Common {
 /// Names the field that is wrong, unknown or not supported, or the message that the template
 /// refuses.
 pub fn chat(bytes: &[u8], host: &Host, seed: u64) -> Result<(Ask, Reply)> {
-    let mut fields = Fields::body(bytes, true)?;
+    let mut fields = body(bytes, true)?;
     let messages = fields.list("messages", MAX_MESSAGES)?;
     let tools = tools(&mut fields)?;
     let tools = match fields.value("tool_choice") {
@@ -66,7 +65,7 @@ pub fn chat(bytes: &[u8], host: &Host, seed: u64) -> Result<(Ask, Reply)> {
     fields.finish()?;
 
     let messages = messages.ok_or_else(|| missing("messages", "a list of messages"))?;
-    let messages = self::messages("messages", messages, false)?;
+    let messages = data::messages("messages", messages, Purpose::Serve)?;
     let template = host.template("messages")?;
     let tokens = text::encode_chat(host.model.tokenizer(), template, &messages, &tools)
         .map_err(|e| text_error("messages", e))?;
@@ -81,7 +80,7 @@ pub fn chat(bytes: &[u8], host: &Host, seed: u64) -> Result<(Ask, Reply)> {
 /// # Errors
 /// Names the field that is wrong, unknown or not supported.
 pub fn completion(bytes: &[u8], host: &Host, seed: u64) -> Result<(Ask, Reply)> {
-    let mut fields = Fields::body(bytes, true)?;
+    let mut fields = body(bytes, true)?;
     let prompt = fields.value("prompt");
     fields.only("best_of", &[json!(1)])?;
     fields.only("echo", &[json!(false)])?;
@@ -225,67 +224,4 @@ fn stops(fields: &mut Fields) -> Result<Vec<String>> {
     }
     text::TextStream::new(&stops).map_err(|e| text_error("stop", e))?;
     Ok(stops)
-}
-
-/// The tools that a template is told of: objects, as they are.
-pub(super) fn tools(fields: &mut Fields) -> Result<Vec<Value>> {
-    let path = fields.path("tools");
-    let tools = fields.list("tools", MAX_TOOLS)?.unwrap_or_default();
-    match tools.iter().position(|tool| !tool.is_object()) {
-        Some(i) => {
-            let odd = tools.get(i).unwrap_or(&Value::Null);
-            Err(wrong(&format!("{path}[{i}]"), odd, "an object that describes a function"))
-        }
-        None => Ok(tools),
-    }
-}
-
-/// The messages at `path`. `train` may say of a message whether it is trained on.
-pub(super) fn messages(path: &str, list: Vec<Value>, train: bool) -> Result<Vec<Message>> {
-    if list.is_empty() {
-        let message = format!("`{path}` is empty; expected at least one message");
-        return Err(Error::field(path, message));
-    }
-    if list.len() > MAX_MESSAGES {
-        let message = format!("`{path}` has {}; expected at most {MAX_MESSAGES}", list.len());
-        return Err(Error::field(path, message));
-    }
-    let message = |(i, value): (usize, Value)| message(&format!("{path}[{i}]"), value, train);
-    list.into_iter().enumerate().map(message).collect()
-}
-
-fn message(path: &str, value: Value, train: bool) -> Result<Message> {
-    let mut fields = Fields::inner(path, value, true)?;
-    let role = fields.string("role")?.filter(|role| !role.is_empty());
-    let at = fields.path("content");
-    let content = match fields.value("content") {
-        None => None,
-        Some(Value::String(text)) => Some(Content::Text(text)),
-        Some(Value::Array(parts)) => Some(Content::Parts(parts_of(&at, parts)?)),
-        Some(other) => return Err(wrong(&at, &other, "a string or a list of parts")),
-    };
-    let trained = match fields.flag("train")? {
-        Some(_) if !train => {
-            let path = fields.path("train");
-            let message = format!("`{path}` has a meaning in training data only; leave it out");
-            return Err(Error::field(path, message));
-        }
-        trained => trained.unwrap_or(true),
-    };
-    let role = role.ok_or_else(|| missing(&fields.path("role"), "who speaks"))?;
-    let message = Message { role, content, train: trained, weight: 1.0, other: fields.rest() };
-    // What is no text is refused here, where its place is known.
-    message.text(0).map_err(|e| match e {
-        text::Error::Message { what, .. } => Error::field(at.as_str(), format!("`{at}`: {what}")),
-        other => text_error(&at, other),
-    })?;
-    Ok(message)
-}
-
-fn parts_of(path: &str, parts: Vec<Value>) -> Result<Vec<Map<String, Value>>> {
-    let part = |(i, part): (usize, Value)| match part {
-        Value::Object(part) => Ok(part),
-        other => Err(wrong(&format!("{path}[{i}]"), &other, "an object with the field `type`")),
-    };
-    parts.into_iter().enumerate().map(part).collect()
 }

@@ -1,35 +1,18 @@
-//! Training data: from conversations or a text to examples that fit a window.
+//! Training data of a request: from its fields to examples that fit a window.
 
+use std::collections::BTreeSet;
+
+use data::{Content, Example, Fit, Layout, LossOn, Reading, Reason, Renderer};
 use graph::Code;
 use serde_json::Value;
-use text::{Conversation, Encode, Message};
-use train::Example;
+use text::Encode;
 
-use super::chat::{messages, tools};
-use super::json::{Fields, missing, wrong};
+use super::json::{missing, wrong};
 use super::{Host, text_error};
 use crate::{DataReport, Error, Result};
 
 /// Windows come in multiples of this many rows.
 pub(super) const BLOCK: usize = 256;
-
-/// What becomes of a conversation that is longer than a window.
-#[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub(super) enum Fit {
-    /// The request is refused.
-    Refuse,
-    /// The oldest exchanges are dropped; the system messages stay.
-    Middle,
-    /// The tokens before the last that fit are dropped.
-    Left,
-}
-
-/// A conversation to train on, where it is in the request.
-pub(super) struct Row {
-    path: String,
-    messages: Vec<Message>,
-    tools: Vec<Value>,
-}
 
 /// Data ready to be trained on.
 #[derive(Debug, PartialEq)]
@@ -45,146 +28,58 @@ fn bad(field: impl Into<String>, message: impl Into<String>) -> Error {
     Error::new(Code::BadData, message).with_field(field)
 }
 
+/// What a row is, where it is in the request.
+pub(super) struct Row {
+    path: String,
+    content: Content,
+}
+
 /// The conversations of `examples`: `{"prompt", "completion"}` or `{"messages"}`, either with
-/// `"tools"`.
+/// `"tools"`. A field that means nothing is refused.
 pub(super) fn rows(list: Vec<Value>) -> Result<Vec<Row>> {
     let row = |(i, value): (usize, Value)| {
         let path = format!("examples[{i}]");
-        let mut fields = Fields::inner(&path, value, false)?;
-        let prompt = fields.string("prompt")?;
-        let completion = fields.string("completion")?;
-        let list = match fields.value("messages") {
-            None => None,
-            Some(Value::Array(list)) => Some(list),
-            Some(other) => return Err(wrong(&fields.path("messages"), &other, "a list")),
-        };
-        let tools = tools(&mut fields)?;
-        let at = fields.path("messages");
-        fields.finish()?;
-        let messages = match (prompt, completion, list) {
-            (Some(prompt), Some(completion), None) => {
-                vec![Message::new("user", prompt), Message::new("assistant", completion)]
-            }
-            (None, None, Some(list)) => messages(&at, list, true)?,
+        let Value::Object(fields) = value else { return Err(wrong(&path, &value, "an object")) };
+        let layout = match fields.keys().map(String::as_str).collect::<Vec<_>>() {
+            keys if keys.contains(&"messages") => Layout::Messages,
+            keys if keys.contains(&"prompt") || keys.contains(&"completion") => Layout::Prompt,
             _ => {
                 let expected = "either `prompt` and `completion`, or `messages`";
                 let message = format!("`{path}` is not an example; expected {expected}");
                 return Err(Error::field(path, message));
             }
         };
-        Ok(Row { path, messages, tools })
+        let reading = Reading { strict: true, ..Reading::default() };
+        match Content::read(fields, layout, reading, &mut BTreeSet::new()) {
+            Ok(content) => Ok(Row { path, content }),
+            Err(e) => Err(Error::field(format!("{path}.{}", e.field), format!("`{path}`: {e}"))),
+        }
     };
     list.into_iter().enumerate().map(row).collect()
 }
 
 impl Row {
-    fn render(&self, host: &Host, messages: &[Message]) -> Result<Conversation> {
-        let template = host.template("examples")?;
-        text::conversation(host.model.tokenizer(), template, messages, &self.tools).map_err(|e| {
-            let e = text_error(&format!("{}.messages", self.path), e);
-            Error { code: Code::BadData, ..e }
-        })
-    }
-
-    /// The conversation in at most `capacity` tokens, and whether that took shortening; `None`
-    /// where it could not be made to fit.
-    fn fit(&self, host: &Host, capacity: usize, fit: Fit) -> Result<Option<(Example, bool)>> {
-        let whole = self.render(host, &self.messages)?;
-        if whole.ids.len() <= capacity {
-            return Ok(Some((example(whole), false)));
-        }
-        match fit {
-            Fit::Refuse => Err(bad(
-                &self.path,
-                format!(
-                    "`{}` has {} tokens, a window takes {capacity}; use a larger `window`, or \
-                     `fit`",
-                    self.path,
-                    whole.ids.len()
-                ),
-            )),
-            Fit::Left => {
-                let tokenizer = host.model.tokenizer();
-                let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
-                Ok(left(whole, capacity, bos).map(|example| (example, true)))
+    /// The row in a window, and whether that took shortening; `None` where it could not be made
+    /// to fit.
+    fn fit(&self, renderer: &Renderer<'_>) -> Result<Option<(Example, bool)>> {
+        let rendered = match renderer.examples(&self.content) {
+            Ok(rendered) => rendered,
+            Err(e) => {
+                let unfit = matches!(e.reason, Reason::TruncatedAnswer | Reason::TooLong);
+                if unfit && renderer.fit != Fit::Refuse {
+                    return Ok(None);
+                }
+                let path = match e.field.as_str() {
+                    "" if unfit => self.path.clone(),
+                    "" => format!("{}.messages", self.path),
+                    field => format!("{}.{field}", self.path),
+                };
+                return Err(bad(path, format!("`{}`: {e}", self.path)));
             }
-            Fit::Middle => Ok(self.middle(host, capacity)?.map(|example| (example, true))),
-        }
-    }
-
-    /// Drops the fewest exchanges, oldest first, that make the conversation fit.
-    fn middle(&self, host: &Host, capacity: usize) -> Result<Option<Example>> {
-        let cuts = cuts(&self.messages);
-        let head = head(&self.messages);
-        let without = |cut: usize| {
-            let (before, after) = (self.messages.get(..head), self.messages.get(cut..));
-            let kept = [before.unwrap_or_default(), after.unwrap_or_default()].concat();
-            self.render(host, &kept)
         };
-        // The more is dropped, the shorter it gets.
-        let (mut fitting, mut low, mut high) = (None, 0, cuts.len());
-        while low < high {
-            let middle = low + (high - low) / 2;
-            let Some(&cut) = cuts.get(middle) else { break };
-            let shorter = without(cut)?;
-            if shorter.ids.len() <= capacity {
-                fitting = Some(shorter);
-                high = middle;
-            } else {
-                low = middle + 1;
-            }
-        }
-        Ok(fitting.map(example))
+        let shortened = rendered.shortened;
+        Ok(rendered.examples.into_iter().next().map(|example| (example, shortened)))
     }
-}
-
-/// How many messages at the beginning are the system's.
-fn head(messages: &[Message]) -> usize {
-    messages.iter().take_while(|m| m.role == "system" || m.role == "developer").count()
-}
-
-/// Where a conversation may go on after its system messages: at a message of the user, up to the
-/// one that the last trained message answers.
-fn cuts(messages: &[Message]) -> Vec<usize> {
-    let is_user = |&i: &usize| messages.get(i).is_some_and(|m| m.role == "user");
-    let last = messages.iter().rposition(|m| m.role == "assistant" && m.train);
-    let asked = last.and_then(|last| (0..last).rev().find(is_user));
-    let Some(asked) = asked else { return Vec::new() };
-    (head(messages) + 1..=asked).filter(is_user).collect()
-}
-
-fn example(conversation: Conversation) -> Example {
-    let weights = conversation.weights;
-    Example { tokens: conversation.ids, weights }
-}
-
-/// The last tokens up to the last that is trained, at most `capacity`, after BOS where the
-/// vocabulary has one. A turn whose beginning is cut off carries no loss; `None` where that is the
-/// last one.
-pub(super) fn left(
-    conversation: Conversation,
-    capacity: usize,
-    bos: Option<u32>,
-) -> Option<Example> {
-    let Conversation { mut ids, mut weights, turns } = conversation;
-    let end = weights.iter().rposition(|&w| w != 0.0)? + 1;
-    ids.truncate(end);
-    weights.truncate(end);
-    let bos = bos.filter(|bos| ids.first() == Some(bos));
-    if end > capacity {
-        let start = end - (capacity - usize::from(bos.is_some()));
-        ids.drain(..start);
-        let cut = weights.drain(..start).next_back().is_some_and(|w| w != 0.0);
-        // Without a token before it, the first of a turn cannot be predicted either.
-        if cut || bos.is_none() {
-            weights.iter_mut().take_while(|w| **w != 0.0).for_each(|w| *w = 0.0);
-        }
-        if let Some(bos) = bos {
-            ids.insert(0, bos);
-            weights.insert(0, 0.0);
-        }
-    }
-    (*weights.last()? != 0.0).then(|| example(Conversation { ids, weights, turns }))
 }
 
 /// Conversations as examples in windows of at most `window` rows. `wanted` is asked before each
@@ -198,12 +93,20 @@ pub(super) fn of_rows(
 ) -> Result<Data> {
     let mut report =
         DataReport { window_asked: window, examples: rows.len(), ..DataReport::default() };
+    let renderer = Renderer {
+        tokenizer: host.model.tokenizer(),
+        template: host.template.as_ref().map_err(String::as_str),
+        loss_on: LossOn::Assistant,
+        fit,
+        window: Some(window),
+        parse_special: true,
+    };
     let mut examples = Vec::new();
     for row in rows {
         if !wanted() {
             return Err(Error::new(Code::Stopping, "nobody waits for the answer any more"));
         }
-        match row.fit(host, window + 1, fit)? {
+        match row.fit(&renderer)? {
             None => report.skipped += 1,
             Some((example, shortened)) => {
                 report.truncated += usize::from(shortened);

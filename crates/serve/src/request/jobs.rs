@@ -2,12 +2,13 @@
 
 use std::collections::BTreeSet;
 
+use data::Fit;
 use graph::Recompute;
 use serde_json::{Value, json};
 use train::{GraphConfig, Schedule, TrainConfig, Walks};
 
-use super::data::{BLOCK, Data, Fit, corpus, of_rows, of_text, rows};
-use super::json::{Fields, missing, wrong};
+use super::data::{BLOCK, Data, corpus, of_rows, of_text, rows};
+use super::json::{Fields, body, missing, wrong};
 use super::{Host, names};
 use crate::{DataReport, Durable, Error, LearnJob, Pacing, Result, TrainJob};
 
@@ -35,7 +36,7 @@ struct Settings {
 /// Names the field, or the example and the message, and what is expected.
 pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<TrainJob> {
     let folder = host.train_dir()?;
-    let mut fields = Fields::body(bytes, false)?;
+    let mut fields = body(bytes, false)?;
     let out = fields.string("out")?.ok_or_else(|| missing("out", "a name such as `notes.gguf`"))?;
     let settings = settings(&mut fields, host, true)?;
     let share = "a number from 0 to below 1";
@@ -94,7 +95,7 @@ pub fn learn(
     wanted: &dyn Fn() -> bool,
 ) -> Result<(LearnJob, DataReport)> {
     host.train_dir()?;
-    let mut fields = Fields::body(bytes, false)?;
+    let mut fields = body(bytes, false)?;
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
     names::check_alias("alias", &alias, &host.name)?;
     let Settings { mut config, fit, pacing, memory_budget } = settings(&mut fields, host, false)?;

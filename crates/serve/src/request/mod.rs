@@ -75,7 +75,7 @@ impl Host {
 /// What the text crate says about the field at `at`, which ends in `messages` or `prompt`.
 fn text_error(at: &str, e: text::Error) -> Error {
     match &e {
-        text::Error::Message { index, what } => {
+        text::Error::Message { index, what } | text::Error::Turn { index, what } => {
             let path = format!("{at}[{index}]");
             Error::field(path.as_str(), format!("`{path}`: {what}"))
         }

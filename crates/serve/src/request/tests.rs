@@ -258,7 +258,7 @@ fn a_body_is_bounded_and_says_where_it_is_broken() {
         assert_eq!(field.as_deref(), Some("examples"));
         assert!(message.contains("nests deeper than 32"), "{message}");
     }
-    let many = format!("{{\"examples\": [{}0]}}", "0,".repeat(json::MAX_VALUES));
+    let many = format!("{{\"examples\": [{}0]}}", "0,".repeat(::data::MAX_VALUES));
     assert!(said(many.as_bytes()).1.contains("more than 1048576 values"));
 }
 
@@ -374,7 +374,8 @@ fn a_training_job_is_refused_by_field() {
         (json!({"examples": null, "text": "x", "fit": "left"}), "fit", "no effect"),
         (json!({"examples": null, "text": "x"}), "text", "fewer than two windows"),
         (json!({"examples": [3]}), "examples[0]", "an object"),
-        (json!({"examples": [{"prompt": "x"}]}), "examples[0]", "expected either"),
+        (json!({"examples": [{"input": "x"}]}), "examples[0]", "expected either"),
+        (json!({"examples": [{"prompt": "x"}]}), "examples[0].completion", "missing"),
         (json!({"examples": [{"prompt": "x", "completion": 3}]}), "examples[0].completion", "str"),
         (json!({"examples": [{"prompt": "x", "completin": "y"}]}), "examples[0].completin", "unk"),
     ] {
@@ -533,33 +534,6 @@ fn an_example_that_is_too_long_is_fitted_as_asked() {
     assert_eq!((job.data.skipped, job.examples.len()), (1, 1));
     let alone = trained(&json!({"fit": "left", "examples": [answer]}));
     assert_eq!(refused(alone, "examples", "none of the 1").code, Code::BadData);
-}
-
-#[test]
-fn a_turn_that_is_cut_at_its_front_is_not_trained_on() {
-    let conversation = |trained: &[u8]| text::Conversation {
-        ids: (0..trained.len() as u32).collect(),
-        weights: trained.iter().map(|&t| f32::from(t)).collect(),
-        turns: Vec::new(),
-    };
-    let weights = |trained: &[u8], capacity: usize, bos: Option<u32>| {
-        let example = data::left(conversation(trained), capacity, bos)?;
-        Some((example.tokens, example.weights.iter().map(|&w| w as u8).collect::<Vec<_>>()))
-    };
-    let turns = [0, 0, 1, 1, 1, 0, 1, 1, 0];
-    // BOS is token 0.
-    assert_eq!(weights(&turns, 8, Some(0)).unwrap().0, (0..8).collect::<Vec<_>>());
-    let whole = weights(&turns, 7, Some(0)).unwrap();
-    assert_eq!(whole, (vec![0, 2, 3, 4, 5, 6, 7], vec![0, 1, 1, 1, 0, 1, 1]));
-    let cut = weights(&turns, 6, Some(0)).unwrap();
-    assert_eq!(cut, (vec![0, 3, 4, 5, 6, 7], vec![0, 0, 0, 0, 1, 1]));
-    // Without BOS nothing predicts the first token.
-    let cut = weights(&turns, 6, None).unwrap();
-    assert_eq!(cut, (vec![2, 3, 4, 5, 6, 7], vec![0, 0, 0, 0, 1, 1]));
-    assert_eq!(weights(&turns, 3, Some(0)).unwrap().1, [0, 1, 1]);
-    assert_eq!(weights(&turns, 2, Some(0)), None);
-    assert_eq!(weights(&turns, 2, None), None);
-    assert_eq!(weights(&turns, 3, None).unwrap().1, [0, 1, 1]);
 }
 
 #[test]

@@ -22,10 +22,10 @@ use session::{Keeping, Ready};
 
 /// Train a LoRA adapter on conversations
 ///
-/// The data are JSON lines, one conversation each: {"messages": [{"role": "user", "content":
-/// "..."}, {"role": "assistant", "content": "..."}]}, rendered with the template the model is
-/// served with; the answers carry the loss. The weights of the model stay as they are, quantized
-/// or not.
+/// The data are conversations, such as lines {"messages": [{"role": "user", "content": "..."},
+/// {"role": "assistant", "content": "..."}]}, or texts, in any format and layout of docs/data.md;
+/// `gradus data show` shows them. They are rendered with the template the model is served with;
+/// the answers carry the loss. The weights of the model stay as they are, quantized or not.
 ///
 /// The same data, settings and seed give the same file, byte for byte, with any number of
 /// threads. Ctrl-C ends the run after the step it is in; the adapter as it then is gets written,
