@@ -19,6 +19,7 @@ mod error;
 mod fingerprint;
 mod footprint;
 mod generate;
+mod merge;
 mod model;
 mod net;
 mod peft;
@@ -35,6 +36,7 @@ pub use error::{Error, Result};
 pub use fingerprint::Fnv;
 pub use footprint::arena_bytes;
 pub use generate::{Finish, GenerateConfig, Generated, generate};
+pub use merge::{MergeConfig, MergedTensor, merge};
 pub use model::{Model, thread_count};
 pub use net::{
     EntryStates, Experts, LoraShape, Net, NetConfig, PrefixShape, Projection, StateNodes,

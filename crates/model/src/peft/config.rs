@@ -95,8 +95,12 @@ impl Config {
         // `use_dora`, `use_qalora` and what will come: another formula than W + s B A.
         for (field, value) in &fields {
             if field.starts_with("use_") && field != "use_rslora" && !is_unset(value) {
-                return Err(bad(field, value, "it unset: only plain and rank-stabilized LoRA are \
-                     supported"));
+                return Err(bad(
+                    field,
+                    value,
+                    "it unset: only plain and rank-stabilized LoRA are \
+                     supported",
+                ));
             }
         }
         if let Value::String(how) = get("init_lora_weights")

@@ -26,7 +26,13 @@ type Fused = (Half, Written, [usize; 3], Vec<f32>, Vec<f32>);
 
 /// The name of the parameter that a pair of this shape is of, as configurations have it: where
 /// only one of the two is adapted, nothing but the shape says which.
-pub(super) fn parameter(path: &str, width: usize, layer: usize, base: &Base<'_>, out: usize) -> String {
+pub(super) fn parameter(
+    path: &str,
+    width: usize,
+    layer: usize,
+    base: &Base<'_>,
+    out: usize,
+) -> String {
     let module = path.strip_suffix(".base_layer").unwrap_or(path);
     let down = base.projection(&target(layer, "down"));
     let is_down = down.is_ok_and(|down| (down.width, down.out) == (width, out));
@@ -187,9 +193,11 @@ pub(super) fn fuse(adapter: &Adapter, layer: usize, base: &Base<'_>) -> Result<V
         let mut b = Vec::with_capacity(down.b.len());
         for o in 0..of.out {
             for r in 0..down.rank {
-                b.extend((0..experts).map(|e| {
-                    down.b.get((e * of.out + o) * down.rank + r).copied().unwrap_or(0.0)
-                }));
+                b.extend(
+                    (0..experts).map(|e| {
+                        down.b.get((e * of.out + o) * down.rank + r).copied().unwrap_or(0.0)
+                    }),
+                );
             }
         }
         let alpha = f64::from(effective_alpha(down.scale, down.rank));

@@ -249,7 +249,9 @@ fn floats(file: &str, name: &str, view: &TensorView<'_>) -> Result<Vec<f32>> {
     let data = view.data();
     let values: Vec<f32> = match view.dtype() {
         Dtype::F32 => data.as_chunks().0.iter().map(|&le| f32::from_le_bytes(le)).collect(),
-        Dtype::F16 => data.as_chunks().0.iter().map(|&le| f16::from_le_bytes(le).to_f32()).collect(),
+        Dtype::F16 => {
+            data.as_chunks().0.iter().map(|&le| f16::from_le_bytes(le).to_f32()).collect()
+        }
         Dtype::BF16 => {
             data.as_chunks().0.iter().map(|&le| bf16::from_le_bytes(le).to_f32()).collect()
         }
@@ -333,7 +335,13 @@ fn gather_columns(values: &[f32], order: &[usize]) -> Vec<f32> {
 }
 
 /// A pair with its rows and columns as GGUF has them.
-fn ordered(pair: Pair, rows: Order, cols: Order, base: &Base<'_>, file: &str) -> Result<LoraTensor> {
+fn ordered(
+    pair: Pair,
+    rows: Order,
+    cols: Order,
+    base: &Base<'_>,
+    file: &str,
+) -> Result<LoraTensor> {
     let Pair { path, rank, alpha, mut a, mut b, width, out } = pair;
     let named = |e: Error| Error::new(format!("{file}: tensors of `{path}`: {e}"));
     if let Some(order) = order(rows, out, base).map_err(named)? {
@@ -440,7 +448,8 @@ pub(crate) fn write(adapter: &Adapter, folder: &Path, base: &Base<'_>) -> Result
         }
         let (a_len, b_len) = (t.rank * of.width, t.rank * of.out);
         for e in 0..count {
-            let path = format!("model.layers.{layer}.{}", module.path.replace("{}", &e.to_string()));
+            let path =
+                format!("model.layers.{layer}.{}", module.path.replace("{}", &e.to_string()));
             let a = t.a.get(e * a_len..(e + 1) * a_len).unwrap_or_default();
             let b = t.b.get(e * b_len..(e + 1) * b_len).unwrap_or_default();
             let (a, b) = there(a, b);

@@ -321,12 +321,7 @@ mod tests {
                 "blk.5.ffn_gate.weight",
                 None,
             ),
-            (
-                "gemma3",
-                "language_model.model.layers.5.mlp.up_proj",
-                "blk.5.ffn_up.weight",
-                None,
-            ),
+            ("gemma3", "language_model.model.layers.5.mlp.up_proj", "blk.5.ffn_up.weight", None),
             ("gemma3", "language_model.lm_head", "output.weight", None),
             ("qwen2", "model.layers.0.self_attn.k_proj", "blk.0.attn_k.weight", None),
             ("qwen3", "lm_head", "output.weight", None),
