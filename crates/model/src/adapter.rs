@@ -360,7 +360,7 @@ impl LoraTensor {
 }
 
 /// Says what a file is that is taken for an adapter and is no GGUF file.
-fn refuse_other_files(path: &Path) -> Result<()> {
+pub(crate) fn refuse_other_files(path: &Path) -> Result<()> {
     let mut head = [0u8; 9];
     // What cannot be read, and how, says whoever opens it next.
     let Ok(len) = File::open(path).and_then(|file| {

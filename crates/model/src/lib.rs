@@ -14,6 +14,7 @@
 mod adapter;
 pub mod arch;
 mod cache;
+mod describe;
 mod engine;
 mod error;
 mod fingerprint;
@@ -31,6 +32,7 @@ mod weights;
 pub use adapter::{Adapter, AdapterId, Base, LoraTensor};
 pub use arch::{Architecture, Geometry};
 pub use cache::{Cache, SeqId};
+pub use describe::{AdapterInfo, PairInfo, describe_adapter};
 pub use engine::{Engine, EngineConfig, Rows, WantLogits};
 pub use error::{Error, Result};
 pub use fingerprint::Fnv;
