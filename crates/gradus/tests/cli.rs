@@ -12,13 +12,15 @@ use common::{
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 14] = [
+const COMMANDS: [&str; 16] = [
     "demo",
     "pull",
     "run",
     "chat",
     "serve",
     "train",
+    "adapter",
+    "merge",
     "runs",
     "inspect",
     "tokenize",
@@ -672,6 +674,8 @@ fn the_documentation_is_the_help() {
     for command in COMMANDS {
         section(&[command]);
     }
+    section(&["adapter", "show"]);
+    section(&["adapter", "convert"]);
     section(&["dump", "logits"]);
     section(&["dump", "grads"]);
     for command in ["show", "compare", "rm"] {
