@@ -37,8 +37,8 @@ pub struct DeviceArgs {
 /// An adapter on the model.
 #[derive(Args, Debug, Clone, Default)]
 pub struct AdapterArgs {
-    /// A LoRA adapter in GGUF, as `gradus train` and llama.cpp write it
-    #[arg(long, value_name = "FILE")]
+    /// A LoRA adapter: a GGUF file, as `gradus train` and llama.cpp write it, or a folder of PEFT
+    #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<PathBuf>,
 }
 

@@ -21,6 +21,8 @@ const COMMANDS: [&str; 16] = [
     "train",
     "eval",
     "data",
+    "adapter",
+    "merge",
     "runs",
     "inspect",
     "tokenize",
@@ -674,6 +676,8 @@ fn the_documentation_is_the_help() {
     for command in COMMANDS {
         section(&[command]);
     }
+    section(&["adapter", "show"]);
+    section(&["adapter", "convert"]);
     section(&["dump", "logits"]);
     section(&["dump", "grads"]);
     section(&["data", "show"]);

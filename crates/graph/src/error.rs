@@ -85,6 +85,8 @@ codes! {
     NoKernel = "no_kernel", Refusal;
     /// The plan needs more memory than is allowed.
     OverBudget = "over_budget", Refusal;
+    /// Merging an adapter would change most weights by less than what they are rounded to.
+    MergeErases = "merge_erases", Refusal;
     /// A number is not finite.
     NonFinite = "non_finite", Fault;
     /// An index operand points outside of its tensor.

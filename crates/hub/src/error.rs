@@ -21,6 +21,15 @@ pub enum Error {
         /// The model's name.
         name: &'static str,
     },
+    /// A model of the hub that is not on this machine, or of which there are several.
+    #[error(
+        "`{name}` is not on this machine, or means several files that are: fetch it with `gradus \
+         pull {name}`, or name the file"
+    )]
+    NotFetched {
+        /// As it was given.
+        name: String,
+    },
     /// A path that is not a file.
     #[error("{path}: {what}; expected a GGUF file or a name of the catalogue")]
     NoFile {

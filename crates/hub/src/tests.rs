@@ -3,6 +3,7 @@
 
 mod direct;
 mod fixture;
+mod hf;
 mod local;
 #[cfg(unix)]
 mod pip;

@@ -360,7 +360,7 @@ impl LoraTensor {
 }
 
 /// Says what a file is that is taken for an adapter and is no GGUF file.
-fn refuse_other_files(path: &Path) -> Result<()> {
+pub(crate) fn refuse_other_files(path: &Path) -> Result<()> {
     let mut head = [0u8; 9];
     // What cannot be read, and how, says whoever opens it next.
     let Ok(len) = File::open(path).and_then(|file| {
@@ -409,5 +409,27 @@ fn finite(file: &str, tensor: &gguf::Tensor<'_>) -> Result<Vec<f32>> {
             "{file}: tensor `{}` has a value that is not finite at index {i}",
             tensor.info.name
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever alpha and rank a scale comes from, a file's alpha gives it again.
+    #[test]
+    fn every_scale_has_an_alpha() {
+        for rank in 1..=4096usize {
+            for alpha in [1.0f64, 8.0, 16.0, 24.0, 0.1, 1e-3, 7.7, 1000.0, 1e9] {
+                for alpha in [alpha, -alpha, alpha * (rank as f64).sqrt()] {
+                    let wanted = scale(alpha as f32, rank);
+                    let found = effective_alpha(wanted, rank);
+                    assert_eq!(scale(found, rank), wanted, "alpha {alpha}, rank {rank}");
+                    if alpha == alpha.trunc() && alpha.abs() < 1e6 {
+                        assert_eq!(f64::from(found), alpha, "rank {rank}");
+                    }
+                }
+            }
+        }
     }
 }

@@ -14,11 +14,13 @@
 mod adapter;
 pub mod arch;
 mod cache;
+mod describe;
 mod engine;
 mod error;
 mod fingerprint;
 mod footprint;
 mod generate;
+mod merge;
 mod model;
 mod net;
 mod peft;
@@ -31,11 +33,13 @@ mod weights;
 pub use adapter::{Adapter, AdapterId, Base, LoraTensor};
 pub use arch::{Architecture, Geometry};
 pub use cache::{Cache, SeqId};
+pub use describe::{AdapterInfo, PairInfo, describe_adapter};
 pub use engine::{Engine, EngineConfig, Rows, WantLogits};
 pub use error::{Error, Result};
 pub use fingerprint::Fnv;
 pub use footprint::arena_bytes;
 pub use generate::{Finish, GenerateConfig, Generated, generate};
+pub use merge::{MergeConfig, MergedTensor, merge};
 pub use model::{Model, thread_count};
 pub use net::{
     EntryStates, Experts, LoraShape, Net, NetConfig, PrefixShape, Projection, StateNodes,

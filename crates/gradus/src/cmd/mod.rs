@@ -1,5 +1,6 @@
 //! One module per command.
 
+pub mod adapter;
 pub mod bench;
 pub mod chat;
 pub mod check_grads;
@@ -10,6 +11,7 @@ pub mod dump;
 pub mod eval;
 pub mod inspect;
 pub mod make_toy;
+pub mod merge;
 pub mod perplexity;
 pub mod pull;
 pub mod run;

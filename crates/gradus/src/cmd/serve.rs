@@ -58,8 +58,9 @@ pub struct Args {
     #[command(flatten)]
     template: TemplateArgs,
 
-    /// An adapter to serve from the start, under an alias; may be repeated
-    #[arg(long = "adapter", value_name = "ALIAS=FILE", value_parser = adapter)]
+    /// An adapter to serve from the start, a GGUF file or a folder of PEFT, under an alias; may be
+    /// repeated
+    #[arg(long = "adapter", value_name = "ALIAS=ADAPTER", value_parser = adapter)]
     adapters: Vec<(String, PathBuf)>,
 
     /// Folder that training writes to and adapters are loaded from; without it both are off

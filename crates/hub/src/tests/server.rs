@@ -12,6 +12,8 @@ pub(super) struct Request {
     /// First byte of the range that was asked for.
     pub(super) from: Option<usize>,
     pub(super) authorization: bool,
+    /// The tag that a range was made to depend on.
+    pub(super) if_range: Option<String>,
 }
 
 /// An answer.
@@ -110,7 +112,7 @@ fn serve(mut stream: TcpStream, answer: &Answer, log: &Mutex<Vec<Request>>) -> O
     let mut line = String::new();
     reader.read_line(&mut line).ok()?;
     let path = line.split(' ').nth(1)?.to_owned();
-    let mut request = Request { path, from: None, authorization: false };
+    let mut request = Request { path, from: None, authorization: false, if_range: None };
     loop {
         line.clear();
         reader.read_line(&mut line).ok()?;
@@ -120,6 +122,9 @@ fn serve(mut stream: TcpStream, answer: &Answer, log: &Mutex<Vec<Request>>) -> O
         }
         if let Some(range) = lower.strip_prefix("range: bytes=") {
             request.from = range.strip_suffix('-').and_then(|from| from.parse().ok());
+        }
+        if let Some(tag) = line.trim().strip_prefix("if-range: ") {
+            request.if_range = Some(tag.to_owned());
         }
         request.authorization |= lower.starts_with("authorization:");
     }

@@ -26,6 +26,7 @@ use self::config::{Config, MOST_RANK, Written};
 use self::experts::{Half, fuse, split};
 use self::names::{Family, Order, Place, family, order};
 use crate::adapter::{Base, effective_alpha, scale};
+use crate::describe::PairInfo;
 use crate::{Adapter, Error, LoraTensor, Projection, Result};
 
 /// The configuration's file.
@@ -74,19 +75,16 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
             ),
         ));
     }
-    let bytes = match fs::read(&tensors_path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == ErrorKind::NotFound && folder.join(PICKLE).exists() => {
-            return Err(pickle(&folder.join(PICKLE)));
-        }
-        Err(e) => return Err(Error::new(format!("{name}: cannot be read: {e}"))),
-    };
-    let file = SafeTensors::deserialize(&bytes)
-        .map_err(|e| Error::new(format!("{name}: is no safetensors file: {e}")))?;
+    let bytes = read_tensors(folder, &name)?;
+    let file = parse(&bytes, &name)?;
 
     let mut single: BTreeMap<String, LoraTensor> = BTreeMap::new();
     let mut stacks = Stacks::new();
-    for pair in pairs(&name, &file, &config, family, base)? {
+    let fused = |path: &str, width: usize, out: usize| match family.place(path) {
+        Some(Place::Fused { layer }) => Some(experts::parameter(path, width, layer, base, out)),
+        _ => None,
+    };
+    for pair in pairs(&name, &file, &config, &fused)? {
         let path = format!("base_model.model.{}", pair.path);
         let unknown = || {
             Error::adapter(
@@ -133,6 +131,58 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
     Ok(Adapter::of(single))
 }
 
+fn read_tensors(folder: &Path, name: &str) -> Result<Vec<u8>> {
+    match fs::read(folder.join(TENSORS)) {
+        Ok(bytes) => Ok(bytes),
+        Err(e) if e.kind() == ErrorKind::NotFound && folder.join(PICKLE).exists() => {
+            Err(pickle(&folder.join(PICKLE)))
+        }
+        Err(e) => Err(Error::new(format!("{name}: cannot be read: {e}"))),
+    }
+}
+
+fn parse<'b>(bytes: &'b [u8], name: &str) -> Result<SafeTensors<'b>> {
+    SafeTensors::deserialize(bytes)
+        .map_err(|e| Error::new(format!("{name}: is no safetensors file: {e}")))
+}
+
+/// What is in a folder, under the names that it has there, without a model to hold it against.
+///
+/// # Errors
+/// As [`read`], as far as no model is needed.
+pub(crate) fn describe(folder: &Path) -> Result<Vec<PairInfo>> {
+    let name = folder.join(TENSORS).display().to_string();
+    let config = read_config(&folder.join(CONFIG))?;
+    let bytes = read_tensors(folder, &name)?;
+    // What is inside another parameter is gate and up; else it may be either, and which it is
+    // matters only where a configuration speaks of one alone.
+    let fused = |path: &str, _: usize, _: usize| {
+        let module = path.strip_suffix(".base_layer");
+        let name = if module.is_some() { "gate_up_proj" } else { "down_proj" };
+        let module = module.unwrap_or(path);
+        module.ends_with(".mlp.experts").then(|| format!("{module}.{name}"))
+    };
+    let mut out = Vec::new();
+    for pair in pairs(&name, &parse(&bytes, &name)?, &config, &fused)? {
+        let Pair { path, rank, alpha, a, b, width, out: outputs } = pair;
+        let rows = a.len() / width.max(1);
+        let experts = (rows != rank && rows.is_multiple_of(rank)).then(|| rows / rank);
+        // The experts of a rank are side by side in B; here they are one after another.
+        let b = match experts {
+            None => b,
+            Some(count) => {
+                let of = |e: usize| {
+                    b.chunks(rows).flat_map(move |row| row.iter().skip(e).step_by(count))
+                };
+                (0..count).flat_map(of).copied().collect()
+            }
+        };
+        let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
+        out.push(PairInfo::of(path, &pair, experts, width, outputs));
+    }
+    Ok(out)
+}
+
 /// What is said of a pickled adapter.
 pub(crate) fn pickle(path: &Path) -> Error {
     Error::adapter(
@@ -163,12 +213,12 @@ fn read_config(path: &Path) -> Result<Config> {
 }
 
 /// All pairs of a file, in order of their paths, each of the rank that the configuration says.
+/// `fused` gives the name of the parameter that a path, of so many inputs and outputs, is of.
 fn pairs(
     file: &str,
     tensors: &SafeTensors<'_>,
     config: &Config,
-    family: &Family,
-    base: &Base<'_>,
+    fused: &dyn Fn(&str, usize, usize) -> Option<String>,
 ) -> Result<Vec<Pair>> {
     let mut halves: BTreeMap<String, [Option<TensorView<'_>>; 2]> = BTreeMap::new();
     for (name, view) in tensors.iter() {
@@ -218,15 +268,12 @@ fn pairs(
                 ),
             ));
         }
-        let fused = match family.place(&path) {
-            Some(Place::Fused { layer }) => Some(layer),
-            _ => None,
-        };
-        let (rank, alpha) = match fused {
+        let parameter = fused(&path, width, out);
+        let (rank, alpha) = match &parameter {
             None => config.of(&[&path, &format!("{path}.weight")])?,
-            Some(layer) => config.of(&[&experts::parameter(&path, width, layer, base, out)])?,
+            Some(name) => config.of(&[name])?,
         };
-        if fused.is_none() && rank != rows {
+        if parameter.is_none() && rank != rows {
             return Err(Error::adapter(
                 Code::AdapterShape,
                 format!(

@@ -30,7 +30,7 @@ pub fn alias(bytes: &[u8]) -> Result<String> {
 }
 
 /// `{"name": FILE}` and, if it is to go by another name than the file's, `"alias"`: an alias and
-/// a file of the training folder.
+/// a file, or a folder of PEFT, of the training folder.
 ///
 /// # Errors
 /// Names the field that is wrong.
@@ -41,7 +41,7 @@ pub fn load_adapter(bytes: &[u8], host: &Host) -> Result<(String, PathBuf)> {
     let alias = fields.string("alias")?;
     fields.finish()?;
     let name = name.ok_or_else(|| missing("name", "a file of the training folder"))?;
-    let path = names::file_to_read("name", folder, &name)?;
+    let path = names::adapter_to_read("name", folder, &name)?;
     let (field, alias) = match alias {
         Some(alias) => ("alias", alias),
         None => ("name", names::alias_of(&name).to_string()),

@@ -87,6 +87,38 @@ pub fn file_to_read(field: &str, folder: &Path, name: &str) -> Result<PathBuf> {
     resolve_file(field, &resolve_folder(folder)?, name)
 }
 
+/// An adapter of the training folder that is to be read: a file, or a folder of PEFT, whose name
+/// does not end in `.gguf`.
+///
+/// # Errors
+/// The name is not allowed, or there is no such file or folder inside the training folder.
+pub fn adapter_to_read(field: &str, folder: &Path, name: &str) -> Result<PathBuf> {
+    if name.ends_with(ENDING) {
+        return file_to_read(field, folder, name);
+    }
+    check_file_name(field, &format!("{name}{ENDING}"))?;
+    let folder = resolve_folder(folder)?;
+    match folder.join(name).canonicalize() {
+        Ok(path) if path.parent() != Some(&folder) => {
+            Err(bad(field, name, "is a link that leads out of the training folder"))
+        }
+        Ok(path) if path.is_dir() => {
+            for file in ["adapter_config.json", "adapter_model.safetensors"] {
+                let inside = path.join(file).canonicalize();
+                if inside.is_ok_and(|file| file.parent() != Some(&path)) {
+                    return Err(bad(field, name, "holds a link that leads out of it"));
+                }
+            }
+            Ok(path)
+        }
+        _ => Err(bad(
+            field,
+            name,
+            "is no file that ends in .gguf and no folder of the training folder",
+        )),
+    }
+}
+
 fn resolve_folder(folder: &Path) -> Result<PathBuf> {
     folder
         .canonicalize()

@@ -677,6 +677,21 @@ fn requests_about_jobs_and_adapters() {
     assert_eq!(load(json!({"name": "there.gguf"})).unwrap(), ("there".into(), file.clone()));
     let named = load(json!({"name": "there.gguf", "alias": "x"})).unwrap();
     assert_eq!(named, ("x".into(), file));
+    // A folder of PEFT.
+    let peft = folder.0.join("peft");
+    std::fs::create_dir(&peft).unwrap();
+    assert_eq!(load(json!({"name": "peft"})).unwrap(), ("peft".into(), peft.clone()));
+    for name in ["absent", "../peft", "peft/", "", "there"] {
+        assert!(load(json!({ "name": name })).is_err(), "{name}");
+    }
+    #[cfg(unix)]
+    {
+        let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, folder.0.join(at)).unwrap();
+        link("/etc", "out");
+        refused(load(json!({"name": "out"})), "name", "leads out");
+        link("/etc/passwd", "peft/adapter_config.json");
+        refused(load(json!({"name": "peft"})), "name", "leads out");
+    }
     refused(load(json!({})), "name", "missing");
     refused(load(json!({"name": "there.gguf", "id": 3})), "id", "unknown field");
     refused(load(json!({"name": "there.gguf", "alias": "toy"})), "alias", "base model");

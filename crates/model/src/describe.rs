@@ -1,0 +1,125 @@
+//! What is in an adapter's file, without the model it is for.
+
+use std::path::Path;
+
+use crate::adapter::{effective_alpha, refuse_other_files, scale};
+use crate::{Error, LoraTensor, Result, peft};
+
+/// An adapter's file or folder.
+#[derive(Clone, PartialEq, Debug)]
+pub struct AdapterInfo {
+    /// `GGUF` or `PEFT`.
+    pub form: &'static str,
+    /// The architecture of the model it is for, where the file says it.
+    pub arch: Option<String>,
+    /// Its pairs, in order of name.
+    pub pairs: Vec<PairInfo>,
+}
+
+/// A pair of matrices, or a pair for each expert of a stack.
+#[derive(Clone, PartialEq, Debug)]
+pub struct PairInfo {
+    /// What it is on, as the file calls it: a tensor of GGUF, a module of transformers.
+    pub target: String,
+    /// How many pairs, where rows choose among experts.
+    pub experts: Option<usize>,
+    /// Rank.
+    pub rank: usize,
+    /// Inputs.
+    pub width: usize,
+    /// Outputs.
+    pub out: usize,
+    /// The alpha that, divided by the rank, is the scale.
+    pub alpha: f32,
+    /// What `B A x` is multiplied by.
+    pub scale: f32,
+    /// The Frobenius norm of `scale * B A`, over all experts.
+    pub norm: f64,
+}
+
+impl PairInfo {
+    pub(crate) fn of(
+        target: String,
+        pair: &LoraTensor,
+        experts: Option<usize>,
+        width: usize,
+        out: usize,
+    ) -> PairInfo {
+        PairInfo {
+            target,
+            experts,
+            rank: pair.rank,
+            width,
+            out,
+            alpha: effective_alpha(pair.scale, pair.rank),
+            scale: pair.scale,
+            norm: f64::from(pair.scale).abs() * product_norm(pair, width, out),
+        }
+    }
+}
+
+/// The Frobenius norm of `B A` of all experts, without the products: the trace of
+/// `(B^T B) (A A^T)`.
+fn product_norm(pair: &LoraTensor, width: usize, out: usize) -> f64 {
+    let rank = pair.rank.max(1);
+    let dot = |x: &mut dyn Iterator<Item = (f32, f32)>| -> f64 {
+        x.map(|(x, y)| f64::from(x) * f64::from(y)).sum()
+    };
+    let experts = pair.a.chunks((rank * width).max(1)).zip(pair.b.chunks((out * rank).max(1)));
+    let mut total = 0.0;
+    for (a, b) in experts {
+        for (i, row) in a.chunks(width.max(1)).enumerate() {
+            for (j, other) in a.chunks(width.max(1)).enumerate() {
+                let of_a = dot(&mut row.iter().copied().zip(other.iter().copied()));
+                let columns = b.iter().skip(i).step_by(rank).zip(b.iter().skip(j).step_by(rank));
+                total += of_a * dot(&mut columns.map(|(x, y)| (*x, *y)));
+            }
+        }
+    }
+    total.max(0.0).sqrt()
+}
+
+/// Looks at a GGUF file or a folder of PEFT.
+///
+/// # Errors
+/// When it is no adapter, or a pair of it is not one.
+pub fn describe_adapter(path: &Path) -> Result<AdapterInfo> {
+    if path.is_dir() {
+        return Ok(AdapterInfo { form: "PEFT", arch: None, pairs: peft::describe(path)? });
+    }
+    refuse_other_files(path)?;
+    let file = gguf::Gguf::open(path)?;
+    let (name, metadata) = (path.display(), file.metadata());
+    if metadata.opt_str("general.type")? != Some("adapter") {
+        return Err(Error::new(format!(
+            "{name}: key `general.type` is not `adapter`: this is no adapter; `gradus inspect` \
+             shows models"
+        )));
+    }
+    let alpha = metadata.f32("adapter.lora.alpha")?;
+    let mut pairs = Vec::new();
+    for tensor in file.tensors() {
+        let Some(target) = tensor.info.name.strip_suffix(".lora_a") else { continue };
+        let b = file.require(&format!("{target}.lora_b"))?;
+        let (experts, rank, width) = match tensor.info.shape[..] {
+            [rank, width] => (None, rank, width),
+            [experts, rank, width] => (Some(experts), rank, width),
+            _ => (None, 0, 0),
+        };
+        let out = b.info.shape.iter().rev().nth(1).copied().unwrap_or(0);
+        let wanted: Vec<usize> = experts.into_iter().chain([out, rank]).collect();
+        if rank == 0 || b.info.shape != wanted {
+            return Err(Error::new(format!(
+                "{name}: tensors `{target}.lora_a` and `.lora_b` have shapes {:?} and {:?}, which \
+                 are no pair",
+                tensor.info.shape, b.info.shape
+            )));
+        }
+        let pair =
+            LoraTensor { rank, a: tensor.to_f32()?, b: b.to_f32()?, scale: scale(alpha, rank) };
+        pairs.push(PairInfo::of(target.to_string(), &pair, experts, width, out));
+    }
+    pairs.sort_by(|a, b| a.target.cmp(&b.target));
+    let arch = metadata.opt_str("general.architecture")?.map(str::to_string);
+    Ok(AdapterInfo { form: "GGUF", arch, pairs })
+}

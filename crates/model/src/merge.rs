@@ -1,0 +1,400 @@
+//! Merging an adapter into the weights of a model's file: `W + scale * B A`, stored again.
+//!
+//! A quantized tensor has steps, and a change of less than half a step is mostly rounded away:
+//! the merged model is then the base model. So every tensor's change is measured against the
+//! steps it is stored in, and a merge that would lose an adapter is refused.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use gguf::blocks::{self, Decoded};
+use gguf::{Metadata, Tensor, TensorInfo, TensorType, Value, Writer};
+use graph::{Code, Refusal};
+
+use crate::{Adapter, Error, LoraTensor, Result, Skeleton};
+
+/// How to merge.
+#[derive(Clone, Debug)]
+pub struct MergeConfig {
+    /// What changed tensors are stored as; `None` keeps the type of each.
+    pub ty: Option<TensorType>,
+    /// Merge although most of a tensor's change is lost.
+    pub force: bool,
+    /// What the adapter is called, for the metadata; empty says nothing.
+    pub name: String,
+    /// Threads; the file is the same with any number.
+    pub threads: usize,
+}
+
+/// What a merge did to one tensor.
+#[derive(Clone, PartialEq, Debug)]
+pub struct MergedTensor {
+    /// Its name.
+    pub name: String,
+    /// Its type before.
+    pub from: TensorType,
+    /// Its type after.
+    pub to: TensorType,
+    /// Root mean square of the change over that of the weights.
+    pub change: f64,
+    /// Root mean square of what is stored less what it should be, over that of the change.
+    pub error: f64,
+    /// The share of the entries to be changed whose change is less than half a step of the type
+    /// as they are stored.
+    pub lost: f64,
+}
+
+/// More of a tensor's entries than this must change by half a step.
+const MOST_LOST: f64 = 0.5;
+
+/// Types that are proposed where one loses an adapter, the smallest first.
+const FINER: [TensorType; 5] =
+    [TensorType::Q5_1, TensorType::Q6K, TensorType::Q8_0, TensorType::F16, TensorType::F32];
+
+/// Rows that are done at a time; sums are the same with any number of threads.
+const ROWS: usize = 32;
+
+/// Sums over some rows.
+#[derive(Copy, Clone, Default)]
+struct Sums {
+    weights: f64,
+    change: f64,
+    error: f64,
+    changed: u64,
+    lost: u64,
+}
+
+impl Sums {
+    fn add(&mut self, other: &Sums) {
+        self.weights += other.weights;
+        self.change += other.change;
+        self.error += other.error;
+        self.changed += other.changed;
+        self.lost += other.lost;
+    }
+
+    fn lost(&self) -> f64 {
+        self.lost as f64 / self.changed.max(1) as f64
+    }
+
+    fn of(&self, info: &TensorInfo, to: TensorType) -> MergedTensor {
+        let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
+        MergedTensor {
+            name: info.name.clone(),
+            from: info.ty,
+            to,
+            change: ratio(self.change, self.weights),
+            error: ratio(self.error, self.change),
+            lost: self.lost(),
+        }
+    }
+}
+
+/// Writes a copy of a model's file with an adapter in its weights, tensor by tensor: no more than
+/// one is in memory. Everything else is copied byte for byte, but for keys that say where the
+/// model comes from (`general.finetune`, `general.base_model.*`). `done` is told how many of how
+/// many bytes of the result are written.
+///
+/// Sums are f64, weights f32. Rows that the adapter does not change keep their bytes.
+///
+/// # Errors
+/// When a tensor cannot be stored in its type, or not in finite numbers, when most of a tensor's
+/// change would be lost (a refusal, code `merge_erases`), or the file cannot be written.
+pub fn merge(
+    model: &Skeleton,
+    adapter: &Adapter,
+    out: &Path,
+    config: &MergeConfig,
+    done: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<MergedTensor>> {
+    let file = model.file();
+    let base = model.base();
+    for target in adapter.tensors.keys() {
+        base.projection(target)?;
+    }
+    let same = |path: &Path| path.canonicalize().ok();
+    if same(out).is_some_and(|out| same(file.path()) == Some(out)) {
+        return Err(Error::new(format!(
+            "{} is the model itself; choose another file for the merged one",
+            out.display()
+        )));
+    }
+    let mut infos = Vec::new();
+    for tensor in file.tensors() {
+        let info = tensor.info;
+        infos.push(match adapter.tensors.contains_key(&info.name) {
+            false => info.clone(),
+            true => TensorInfo::new(&info.name, stored_as(info, config)?, &info.shape)?,
+        });
+    }
+    let total = infos.iter().map(|info| info.byte_len() as u64).sum();
+    let types: Vec<TensorType> = infos.iter().map(|info| info.ty).collect();
+    let mut writer = Writer::create(out, &metadata(file.metadata(), &config.name), infos)?;
+    let mut report = Vec::new();
+    let mut erased: Vec<(String, f64, Option<TensorType>)> = Vec::new();
+    let mut written = 0u64;
+    done(0, total);
+    for (tensor, ty) in file.tensors().zip(types) {
+        let name = &tensor.info.name;
+        match adapter.tensors.get(name) {
+            None => writer.tensor(tensor.bytes)?,
+            Some(lora) => {
+                let job = Job { tensor, lora, ty };
+                let (bytes, sums) = job.run(config.threads)?;
+                if sums.lost() > MOST_LOST && !config.force {
+                    erased.push((name.clone(), sums.lost(), job.finer(config.threads)?));
+                }
+                writer.tensor(&bytes)?;
+                report.push(sums.of(tensor.info, ty));
+            }
+        }
+        written += tensor.info.byte_len() as u64;
+        done(written.min(total), total);
+        file.release(name);
+    }
+    if let Some(refusal) = refusal(&erased, adapter.tensors.len()) {
+        return Err(graph::Error::from(refusal).into());
+    }
+    writer.finish()?;
+    done(total, total);
+    Ok(report)
+}
+
+/// What a changed tensor is stored as.
+fn stored_as(info: &TensorInfo, config: &MergeConfig) -> Result<TensorType> {
+    let ty = config.ty.unwrap_or(info.ty);
+    if !blocks::QUANTIZABLE.contains(&ty) {
+        return Err(Error::new(format!(
+            "tensor `{}` is {ty}, which is not made here; choose another with `--type`, such as \
+             q8_0 or f16",
+            info.name
+        )));
+    }
+    if !info.cols().is_multiple_of(ty.block_len()) {
+        return Err(Error::new(format!(
+            "tensor `{}` has rows of {} elements, which are no whole blocks of {} of {ty}; choose \
+             another `--type`, such as q8_0 or f16",
+            info.name,
+            info.cols(),
+            ty.block_len()
+        )));
+    }
+    Ok(ty)
+}
+
+/// The model's own, in one file, and where it comes from.
+fn metadata(of: &Metadata, adapter: &str) -> Metadata {
+    let mut metadata = Metadata::new();
+    for (key, value) in of.iter().filter(|(key, _)| !key.starts_with("split.")) {
+        metadata.insert(key, value.clone());
+    }
+    if adapter.is_empty() {
+        return metadata;
+    }
+    if let Some(Value::String(name)) = of.get("general.name")
+        && !of.contains("general.base_model.count")
+    {
+        metadata.insert("general.base_model.count", Value::U32(1));
+        metadata.insert("general.base_model.0.name", name.as_str());
+    }
+    metadata.insert("general.finetune", adapter);
+    metadata
+}
+
+fn refusal(erased: &[(String, f64, Option<TensorType>)], of: usize) -> Option<Refusal> {
+    let worst = erased.iter().max_by(|a, b| a.1.total_cmp(&b.1))?;
+    let order = |ty: &Option<TensorType>| {
+        ty.and_then(|ty| FINER.iter().position(|&f| f == ty)).unwrap_or(FINER.len())
+    };
+    let finest = erased.iter().map(|e| e.2).max_by_key(order).flatten();
+    let advice = match finest {
+        Some(ty) => format!("`--type {}` keeps it", ty.name().to_lowercase()),
+        None => "no type keeps it: the adapter changes next to nothing".to_string(),
+    };
+    let (name, lost, _) = worst;
+    Some(Refusal {
+        code: Code::MergeErases,
+        op: String::new(),
+        node: String::new(),
+        operand: None,
+        device: None,
+        reason: format!(
+            "merging would lose the adapter in {} of {of} tensors: of `{name}`, {:.0} % of the \
+             entries change by less than half a step of its type; {advice}, `--force` merges \
+             anyway, and the adapter itself loses nothing",
+            erased.len(),
+            100.0 * lost
+        ),
+    })
+}
+
+/// One tensor to be merged.
+#[derive(Copy, Clone)]
+struct Job<'a> {
+    tensor: Tensor<'a>,
+    lora: &'a LoraTensor,
+    ty: TensorType,
+}
+
+impl Job<'_> {
+    /// The smallest type in which this tensor's change is kept.
+    fn finer(&self, threads: usize) -> Result<Option<TensorType>> {
+        for ty in FINER {
+            let (bytes, len) = (ty.block_bytes(), ty.block_len());
+            let larger = bytes * self.ty.block_len() > self.ty.block_bytes() * len;
+            if !larger || !self.tensor.info.cols().is_multiple_of(len) {
+                continue;
+            }
+            let finer = Job { ty, ..*self };
+            if finer.run(threads)?.1.lost() <= MOST_LOST {
+                return Ok(Some(ty));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The stored bytes of the merged tensor, and what happened to it.
+    fn run(&self, threads: usize) -> Result<(Vec<u8>, Sums)> {
+        let info = self.tensor.info;
+        let wrong = || Error::new(format!("tensor `{}` is not as its adapter needs it", info.name));
+        let (cols, rows) = (info.cols(), info.rows());
+        let row_bytes = self.ty.row_bytes(cols).ok_or_else(wrong)?;
+        let size = rows.checked_mul(row_bytes).ok_or_else(wrong)?;
+        let mut out = Vec::new();
+        out.try_reserve_exact(size).map_err(|_| {
+            Error::new(format!("no memory for the {size} bytes of tensor `{}`", info.name))
+        })?;
+        out.resize(size, 0);
+        let work = Mutex::new(out.chunks_mut((ROWS * row_bytes).max(1)).enumerate());
+        let one = || -> Result<Vec<(usize, Sums)>> {
+            let mut scratch = Scratch::new(cols);
+            let mut sums = Vec::new();
+            loop {
+                let next = work.lock().unwrap_or_else(|e| e.into_inner()).next();
+                let Some((i, bytes)) = next else { return Ok(sums) };
+                let mut sum = Sums::default();
+                for (r, bytes) in bytes.chunks_mut(row_bytes.max(1)).enumerate() {
+                    sum.add(&self.row(i * ROWS + r, bytes, &mut scratch)?);
+                }
+                sums.push((i, sum));
+            }
+        };
+        let mut sums = Vec::new();
+        std::thread::scope(|scope| -> Result<()> {
+            let workers: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(one)).collect();
+            sums.extend(one()?);
+            for worker in workers {
+                sums.extend(worker.join().map_err(|_| Error::new("a merging thread stopped"))??);
+            }
+            Ok(())
+        })?;
+        sums.sort_unstable_by_key(|(i, _)| *i);
+        let mut total = Sums::default();
+        sums.iter().for_each(|(_, sum)| total.add(sum));
+        Ok((out, total))
+    }
+
+    /// Row `r`, counted through all experts.
+    fn row(&self, r: usize, out: &mut [u8], scratch: &mut Scratch) -> Result<Sums> {
+        let (info, lora) = (self.tensor.info, self.lora);
+        let (cols, rank) = (info.cols(), lora.rank);
+        let wrong = || Error::new(format!("tensor `{}` is not as its adapter needs it", info.name));
+        let size = info.ty.row_bytes(cols).ok_or_else(wrong)?;
+        let bytes = self.tensor.bytes.get(r * size..(r + 1) * size).ok_or_else(wrong)?;
+        let of_expert = info.shape.iter().rev().nth(1).copied().unwrap_or(1).max(1);
+        let expert = r / of_expert;
+        let a_len = rank * cols;
+        let a = lora.a.get(expert * a_len..(expert + 1) * a_len).ok_or_else(wrong)?;
+        let b = lora.b.get(r * rank..(r + 1) * rank).ok_or_else(wrong)?;
+
+        blocks::dequantize(info.ty, bytes, &mut scratch.weights)?;
+        let mut sums = Sums::default();
+        sums.weights = scratch.weights.iter().map(|&w| f64::from(w).powi(2)).sum();
+        if b.iter().all(|&b| b == 0.0) && self.ty == info.ty {
+            out.copy_from_slice(bytes);
+            return Ok(sums);
+        }
+        scratch.change.fill(0.0);
+        for (b, a) in b.iter().zip(a.chunks(cols.max(1))) {
+            let b = f64::from(*b) * f64::from(lora.scale);
+            for (change, &a) in scratch.change.iter_mut().zip(a) {
+                *change += b * f64::from(a);
+            }
+        }
+        let merged = scratch.weights.iter().zip(&scratch.change);
+        scratch.merged.clear();
+        scratch.merged.extend(merged.map(|(&w, &change)| (f64::from(w) + change) as f32));
+        blocks::quantize(self.ty, &scratch.merged, out)?;
+        blocks::dequantize(self.ty, out, &mut scratch.stored)?;
+        if let Some(i) = scratch.stored.iter().position(|x| !x.is_finite()) {
+            return Err(Error::new(format!(
+                "tensor `{}` would hold {} at row {r}, column {i}, which {} cannot store; choose \
+                 another `--type`, such as f32",
+                info.name,
+                scratch.merged.get(i).copied().unwrap_or(f32::NAN),
+                self.ty
+            )));
+        }
+        self.steps(out, scratch)?;
+        let values = scratch.merged.iter().zip(&scratch.stored);
+        for ((change, step), (merged, stored)) in
+            scratch.change.iter().zip(&scratch.steps).zip(values)
+        {
+            sums.change += change * change;
+            sums.error += (f64::from(*stored) - f64::from(*merged)).powi(2);
+            sums.changed += u64::from(*change != 0.0);
+            sums.lost += u64::from(*change != 0.0 && change.abs() < f64::from(*step) / 2.0);
+        }
+        Ok(sums)
+    }
+
+    /// The distance of neighbouring values at each stored one.
+    fn steps(&self, stored: &[u8], scratch: &mut Scratch) -> Result<()> {
+        let bits = match self.ty {
+            TensorType::F32 => 23,
+            TensorType::F16 => 10,
+            TensorType::BF16 => 7,
+            _ => {
+                let blocks = stored.chunks(self.ty.block_bytes());
+                for (block, steps) in blocks.zip(scratch.steps.chunks_mut(self.ty.block_len())) {
+                    blocks::decode(self.ty, block, &mut scratch.decoded)?;
+                    let scales = scratch.decoded.scales();
+                    let group = steps.len() / scales.len().max(1);
+                    for (steps, scale) in steps.chunks_mut(group.max(1)).zip(scales) {
+                        steps.fill(scale.abs());
+                    }
+                }
+                return Ok(());
+            }
+        };
+        let least = if self.ty == TensorType::F16 { -14 } else { -126 };
+        for (step, value) in scratch.steps.iter_mut().zip(&scratch.stored) {
+            let exponent = (value.to_bits() >> 23 & 0xff) as i32 - 127;
+            *step = 2f32.powi(exponent.max(least) - bits);
+        }
+        Ok(())
+    }
+}
+
+/// What a thread works with: one row of each.
+struct Scratch {
+    weights: Vec<f32>,
+    change: Vec<f64>,
+    merged: Vec<f32>,
+    stored: Vec<f32>,
+    steps: Vec<f32>,
+    decoded: Decoded,
+}
+
+impl Scratch {
+    fn new(cols: usize) -> Scratch {
+        Scratch {
+            weights: vec![0.0; cols],
+            change: vec![0.0; cols],
+            merged: Vec::with_capacity(cols),
+            stored: vec![0.0; cols],
+            steps: vec![0.0; cols],
+            decoded: Decoded::default(),
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! Merged models: what they answer, what of the file stays as it is, and merges that would lose
+//! the adapter.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use gguf::{Gguf, TensorType};
+use graph::{Code, DType};
+use model::toy::Toy;
+use model::{
+    Adapter, Engine, EngineConfig, Error, MergeConfig, MergedTensor, Model, Rows, Skeleton,
+    WantLogits, merge,
+};
+use testkit::{Golden, Random, fixture, relative_l2};
+
+/// A file that goes with the test.
+struct Temporary(PathBuf);
+
+impl Temporary {
+    fn new(name: &str) -> Temporary {
+        let name = format!("gradus-merge-{name}-{}.gguf", std::process::id());
+        Temporary(std::env::temp_dir().join(name))
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn config(ty: Option<TensorType>) -> MergeConfig {
+    MergeConfig { ty, force: false, name: "facts".into(), threads: 2 }
+}
+
+fn run(
+    model: &Path,
+    adapter: &Adapter,
+    out: &Path,
+    config: &MergeConfig,
+) -> Result<Vec<MergedTensor>, Error> {
+    merge(&Skeleton::open(model).unwrap(), adapter, out, config, &mut |_, _| {})
+}
+
+/// Logits of the oracle's first sequence.
+fn logits(model: &Path, adapter: Option<&Adapter>, tokens: &[u32]) -> Vec<f32> {
+    let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
+    let model = Arc::new(Model::load(model, device).unwrap());
+    let config = EngineConfig { cache: DType::F32, positions: 64, batch: 64, states: 2 };
+    let mut engine = Engine::new(model, config).unwrap();
+    let adapter = adapter.map(|a| engine.attach(Arc::new(a.clone())));
+    let seq = engine.cache().open();
+    let rows = Rows { seq, tokens, adapter, want: WantLogits::All };
+    engine.forward(&[rows]).unwrap().remove(0)
+}
+
+fn far(a: &[f32], b: &[f32]) -> f64 {
+    let b: Vec<f64> = b.iter().map(|&b| f64::from(b)).collect();
+    relative_l2(a, &b)
+}
+
+#[test]
+fn f19_a_merged_model_answers_as_the_adapter_does() {
+    for arch in
+        ["gemma3", "llama", "mixtral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"]
+    {
+        let model = fixture(arch, "model.gguf");
+        let skeleton = Skeleton::open(&model).unwrap();
+        let adapter = Adapter::read_for(&fixture(arch, "adapter.gguf"), &skeleton.base()).unwrap();
+        let out = Temporary::new(arch);
+        let report = run(&model, &adapter, &out.0, &config(None)).unwrap();
+        assert_eq!(report.len(), adapter.tensors.len());
+        assert!(report.iter().all(|t| t.to == TensorType::F32 && t.lost < 0.001), "{report:?}");
+        let golden = Golden::read(&fixture(arch, "golden.safetensors")).unwrap();
+        let tokens = golden.get("tokens.0").unwrap();
+        let tokens: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
+        let merged = logits(&out.0, None, &tokens);
+        let with = logits(&model, Some(&adapter), &tokens);
+        let without = logits(&model, None, &tokens);
+        let error = far(&merged, &with);
+        assert!(error < 1e-5, "{arch}: {error:e}");
+        let error = relative_l2(&merged, &golden.get("lora.logits.0").unwrap());
+        assert!(error < 1e-5, "{arch}, golden: {error:e}");
+        assert!(far(&merged, &without) > 0.1, "{arch}: the base model's answers");
+    }
+    // In eight bits: as close as eight bits are.
+    let model = fixture("llama", "model.gguf");
+    let skeleton = Skeleton::open(&model).unwrap();
+    let adapter = Adapter::read_for(&fixture("llama", "adapter.gguf"), &skeleton.base()).unwrap();
+    let out = Temporary::new("q8_0");
+    let report = run(&model, &adapter, &out.0, &config(Some(TensorType::Q8_0))).unwrap();
+    assert!(report.iter().all(|t| t.to == TensorType::Q8_0 && t.from == TensorType::F32));
+    assert!(report.iter().all(|t| t.error < 0.1 && t.change > 0.05), "{report:?}");
+    let tokens: Vec<u32> = (0..24).map(|i| i * 7 % 320).collect();
+    let (merged, with) = (logits(&out.0, None, &tokens), logits(&model, Some(&adapter), &tokens));
+    // Rows that meet weights of eight bits are rounded to eight bits too.
+    let (error, moved) = (far(&merged, &with), far(&with, &logits(&model, None, &tokens)));
+    assert!(error < 0.06 && moved > 0.5, "{error} {moved}");
+}
+
+/// A toy on the disk, and an adapter whose change has about this size relative to the weights.
+fn toy(name: &str, arch: &str, ty: TensorType, size: f32) -> (Temporary, Adapter) {
+    let file = Temporary::new(&format!("{name}-base"));
+    let toy = Toy::new(arch, ty, 3);
+    toy.write(&file.0).unwrap();
+    let device = Arc::new(cpu::Cpu::new(1, None).unwrap());
+    let model = Model::load(&file.0, device).unwrap();
+    let wanted = |name: &&String| name.contains("attn_q.") || name.contains("_exps.");
+    let targets: Vec<&String> = model.projections().keys().filter(wanted).collect();
+    let pairs = targets.iter().map(|t| (t.as_str(), 4));
+    let mut adapter = Adapter::fresh(&model, pairs, 4.0, 1).unwrap();
+    let mut random = Random::new(9);
+    for (target, t) in &mut adapter.tensors {
+        let weights = model.read_f32(target).unwrap();
+        let rms = |x: &[f32]| (x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32).sqrt();
+        let (weights, a) = (rms(&weights), rms(&t.a));
+        t.b.iter_mut().for_each(|b| *b = size * weights / a / 2.0 * random.normal());
+    }
+    (file, adapter)
+}
+
+#[test]
+fn f20_a_merge_that_would_lose_the_adapter_is_refused() {
+    let (file, adapter) = toy("lost", "llama", TensorType::Q4_0, 0.02);
+    let out = Temporary::new("lost");
+    let Err(Error::Graph(refusal)) = run(&file.0, &adapter, &out.0, &config(None)) else {
+        panic!("merged");
+    };
+    let text = refusal.to_string();
+    assert_eq!(refusal.code(), Code::MergeErases);
+    assert_eq!(refusal.code().exit_code(), 2);
+    assert!(text.contains("`blk.") && text.contains("attn_q.weight`"), "{text}");
+    assert!(text.contains("in 2 of 2 tensors") && text.contains("`--force`"), "{text}");
+    assert!(!out.0.exists(), "nothing is left");
+
+    // The type that it names keeps it.
+    let named = text.split("`--type ").nth(1).unwrap().split('`').next().unwrap();
+    let ty = TensorType::from_name(named).unwrap();
+    let report = run(&file.0, &adapter, &out.0, &config(Some(ty))).unwrap();
+    assert!(report.iter().all(|t| t.lost <= 0.5 && t.to == ty && t.from == TensorType::Q4_0));
+    assert!(report.iter().all(|t| (0.005..0.05).contains(&t.change)), "{report:?}");
+
+    // By force, what it warned of comes to pass: hardly a weight is another.
+    let forced = MergeConfig { force: true, ..config(None) };
+    let report = run(&file.0, &adapter, &out.0, &forced).unwrap();
+    assert!(report.iter().all(|t| t.lost > 0.9 && t.error > 0.8), "{report:?}");
+
+    // One that changes a lot needs no force.
+    let (file, adapter) = toy("much", "llama", TensorType::Q4_0, 1.0);
+    let report = run(&file.0, &adapter, &out.0, &config(None)).unwrap();
+    assert!(report.iter().all(|t| t.lost < 0.5 && t.error < 0.5), "{report:?}");
+    // A type of which rows are no whole blocks, and one that is not made here.
+    let model = fixture("llama", "model.gguf");
+    let skeleton = Skeleton::open(&model).unwrap();
+    let small = Adapter::read_for(&fixture("llama", "adapter.gguf"), &skeleton.base()).unwrap();
+    let error = run(&model, &small, &out.0, &config(Some(TensorType::Q4K))).unwrap_err();
+    assert!(error.to_string().contains("no whole blocks of 256 of Q4_K"), "{error}");
+    let (file, adapter) = toy("q3", "llama", TensorType::Q3K, 1.0);
+    let error = run(&file.0, &adapter, &out.0, &config(None)).unwrap_err().to_string();
+    assert!(
+        error.contains("is Q3_K, which is not made here") && error.contains("--type"),
+        "{error}"
+    );
+    // The model itself is not written over.
+    let error = run(&file.0, &adapter, &file.0, &config(Some(TensorType::F16))).unwrap_err();
+    assert!(error.to_string().contains("is the model itself"), "{error}");
+}
+
+#[test]
+fn everything_else_of_the_file_stays_as_it_is() {
+    for (arch, ty) in [("qwen3moe", TensorType::Q5K), ("llama", TensorType::Q8_0)] {
+        let (file, mut adapter) = toy("rest", arch, ty, 0.5);
+        // One expert that was never used.
+        let stack = "blk.1.ffn_up_exps.weight";
+        if let Some(t) = adapter.tensors.get_mut(stack) {
+            let each = t.b.len() / 8;
+            t.b[3 * each..4 * each].fill(0.0);
+        }
+        let out = Temporary::new("rest");
+        run(&file.0, &adapter, &out.0, &config(None)).unwrap();
+        let (before, after) = (Gguf::open(&file.0).unwrap(), Gguf::open(&out.0).unwrap());
+        assert_eq!(before.tensors().len(), after.tensors().len());
+        for (a, b) in before.tensors().zip(after.tensors()) {
+            let name = &a.info.name;
+            assert_eq!((name, a.info.ty, &a.info.shape), (&b.info.name, b.info.ty, &b.info.shape));
+            assert_eq!(a.bytes == b.bytes, !adapter.tensors.contains_key(name), "{name}");
+            if name == stack {
+                let each = a.bytes.len() / 8;
+                let expert = |e: usize| e * each..(e + 1) * each;
+                assert!(a.bytes[expert(3)] == b.bytes[expert(3)]);
+                assert!(a.bytes[expert(4)] != b.bytes[expert(4)]);
+            }
+        }
+        let noted = ["general.base_model.count", "general.base_model.0.name", "general.finetune"];
+        let kept: Vec<_> =
+            after.metadata().iter().filter(|(key, _)| !noted.contains(key)).collect();
+        assert!(before.metadata().iter().eq(kept), "{arch}");
+        assert_eq!(after.metadata().str("general.finetune").unwrap(), "facts");
+        let name = before.metadata().str("general.name").unwrap();
+        assert_eq!(after.metadata().str("general.base_model.0.name").unwrap(), name);
+
+        // The same bytes with any number of threads, and the same report.
+        let again = Temporary::new("rest-again");
+        let one = MergeConfig { threads: 1, ..config(None) };
+        let three = MergeConfig { threads: 3, ..config(None) };
+        let first = run(&file.0, &adapter, &again.0, &one).unwrap();
+        assert!(fs::read(&again.0).unwrap() == fs::read(&out.0).unwrap());
+        assert_eq!(first, run(&file.0, &adapter, &again.0, &three).unwrap());
+    }
+}
+
+/// A weight that its type cannot hold is not stored as infinity.
+#[test]
+fn what_a_type_cannot_hold_is_refused() {
+    let (file, mut adapter) = toy("huge", "llama", TensorType::F16, 0.5);
+    let t = adapter.tensors.get_mut("blk.0.attn_q.weight").unwrap();
+    t.b[0] = 1e9;
+    let out = Temporary::new("huge");
+    let error = run(&file.0, &adapter, &out.0, &config(None)).unwrap_err().to_string();
+    assert!(
+        error.contains("`blk.0.attn_q.weight` would hold") && error.contains("row 0"),
+        "{error}"
+    );
+    assert!(!out.0.exists());
+    let report = run(&file.0, &adapter, &out.0, &config(Some(TensorType::F32)));
+    assert!(report.is_ok());
+}
