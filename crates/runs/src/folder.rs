@@ -230,7 +230,12 @@ impl RunFolder {
     pub fn finish(mut self, end: End) -> Option<Error> {
         self.record.end = end;
         self.record.ended = Some(record::now());
-        let written = self.record.write(&self.path).and_then(|()| self.pages());
+        let written = self.record.write(&self.path).or_else(|_| {
+            // On a full disk the curve, which can be drawn again, makes room for how it ended.
+            fs::remove_file(self.path.join(CHART)).during("remove", &self.path.join(CHART))?;
+            self.record.write(&self.path)
+        });
+        let written = written.and_then(|()| self.pages());
         self.say(written)
     }
 
