@@ -13,7 +13,9 @@ use crate::error::{Context, Result};
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut name = std::ffi::OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
-    name.push(format!(".{}.tmp", std::process::id()));
+    // Always the same: a process holds the folder for itself, and what a killed one left is
+    // written over by the next.
+    name.push(".tmp");
     let temporary = path.with_file_name(name);
     let written = File::create(&temporary)
         .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))

@@ -173,16 +173,17 @@ fn result(record: &Record, history: &History) -> Vec<Vec<String>> {
         [("last evaluation", history.evaluation), ("best evaluation", history.best_evaluation)]
     {
         if let Some(e) = evaluation {
-            let accuracy = e.accuracy.map(|part| format!(", {:.1} % of tokens", part * 100.0));
+            let accuracy =
+                e.accuracy.map(|part| format!(", {:.1} % of tokens right", part * 100.0));
             let accuracy = accuracy.unwrap_or_default();
-            rows.push(row([what, &format!("{:.4}{accuracy} after step {}", e.loss, e.step)]));
+            rows.push(row([what, &format!("{:.4} after step {}{accuracy}", e.loss, e.step)]));
         }
     }
     if let Some((moved, total)) = record.end.moved {
         rows.push(row(["tensors that moved", &format!("{moved} of {total}")]));
     }
     if let Some(planned) = &record.planned {
-        rows.push(row(["trained numbers", &planned.parameters.to_string()]));
+        rows.push(row(["parameters", &planned.parameters.to_string()]));
     }
     if history.steps > 0 {
         let mean = history.tokens_per_s();

@@ -106,7 +106,7 @@ fn loss(value: Option<f64>) -> String {
     value.map_or("-".into(), |loss| format!("{loss:.4}"))
 }
 
-/// Prints rows as columns; numbers stand to the right.
+/// Prints rows as columns.
 fn table(rows: &[Vec<String>]) -> Result<()> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |at: usize| {
@@ -116,8 +116,7 @@ fn table(rows: &[Vec<String>]) -> Result<()> {
     for row in rows {
         let mut out = String::new();
         for (cell, width) in row.iter().zip(&widths) {
-            let number = cell.starts_with(|c: char| c.is_ascii_digit()) && !cell.contains(' ');
-            out += &if number { format!("{cell:>width$}  ") } else { format!("{cell:<width$}  ") };
+            out += &format!("{cell:<width$}  ");
         }
         line(out.trim_end())?;
     }
