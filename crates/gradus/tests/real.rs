@@ -181,6 +181,67 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
     }
 }
 
+/// A window of 2,048 rows walked in 2, 4 and 8 chunks has the loss of the whole, bit for bit, and
+/// its gradient; where gradients are sent back one position only, it has not.
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn a_window_walked_in_chunks_is_as_whole() {
+    const ROWS: usize = 2048;
+    let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
+    let model = Model::load(&path(hub::DEFAULT_MODEL), device).unwrap();
+    let text = std::fs::read_to_string(root().join("testdata/perplexity/english.txt")).unwrap();
+    let mut tokens = model.tokenizer().encode(&text, text::Encode::PROMPT).unwrap();
+    tokens.truncate(ROWS + 1);
+    // As turns of a conversation: the first chunks of eight have none.
+    let weights: Vec<f32> =
+        (0..tokens.len()).map(|i| f32::from(i > 600 && i / 100 % 3 == 0)).collect();
+    assert_eq!(tokens.len(), ROWS + 1);
+    let example = Example { tokens, weights };
+    let window = Window { examples: vec![example.clone()] };
+    let targets = train::select_targets(&model, &["all".into()]).unwrap();
+    let ranks = targets.iter().map(|name| (name.as_str(), 8));
+    let mut adapter = model::Adapter::fresh(&model, ranks, 16.0, 1).unwrap();
+    // As if it had learned something, so that no gradient is zero.
+    let mut random = text::sampler::Rng::new(1);
+    for b in adapter.tensors.values_mut().flat_map(|pair| &mut pair.b) {
+        *b = (random.next_f64() - 0.5) as f32 * 0.04;
+    }
+    let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+    let of = |rows: usize, horizon: usize| {
+        let config = GraphConfig { rows, recompute: Recompute::PerLayer, ..GraphConfig::default() };
+        let walks = train::Walks { window: ROWS, horizon, host_budget: 0 };
+        let mut gradients = Gradients::new(&model, config).unwrap().with_walks(walks).unwrap();
+        gradients.prepare(&window, false, &parameters).unwrap();
+        let planned = gradients.planned_bytes();
+        gradients.reserve().unwrap();
+        let measured = gradients.of(&window, example.weight(), &parameters, &()).unwrap();
+        let (taken, high) = gradients.arena();
+        assert_eq!((taken, high), (high, planned - gradients.walk_bytes()));
+        (measured, planned)
+    };
+    let (whole, bytes) = of(ROWS, 0);
+    let all: Vec<f64> = whole.grads.values().flatten().map(|&g| f64::from(g)).collect();
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    for (chunks, horizon) in [(2, 0), (4, 0), (8, 0), (4, 1)] {
+        let (walked, planned) = of(ROWS / chunks, horizon);
+        assert_eq!(walked.loss.to_bits(), whole.loss.to_bits(), "{chunks} chunks");
+        let other: Vec<f64> = walked.grads.values().flatten().map(|&g| f64::from(g)).collect();
+        let off = norm(&mut all.iter().zip(&other).map(|(a, b)| a - b));
+        let (length, theirs) = (norm(&mut all.iter().copied()), norm(&mut other.iter().copied()));
+        let dot: f64 = all.iter().zip(&other).map(|(a, b)| a * b).sum();
+        let (error, cosine) = (off / length, dot / (length * theirs));
+        println!(
+            "{chunks} chunks, horizon {horizon}: {error:.1e}, cosine {cosine:.9}; {planned} bytes, whole {bytes}"
+        );
+        if horizon == 0 {
+            assert!(error < 1e-5 && cosine > 0.99999, "{chunks} chunks: {error:e}, {cosine}");
+        } else {
+            assert!(error > 0.05 && cosine < 0.999, "without most of attention: {error}, {cosine}");
+        }
+        assert!(planned < bytes, "{chunks} chunks: {planned} bytes, the whole takes {bytes}");
+    }
+}
+
 /// The demo: the adapter learns what the model cannot know.
 #[test]
 #[ignore = "needs the real models: cargo xtask real"]

@@ -3,6 +3,8 @@
 
 mod graphs;
 mod memory;
+#[cfg(test)]
+mod tests;
 mod walk;
 
 use std::cmp::Reverse;

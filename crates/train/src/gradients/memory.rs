@@ -239,6 +239,15 @@ impl Memory {
         self.sent.iter_mut().for_each(|sent| sent.fill(0.0));
     }
 
+    /// Bytes that are held.
+    #[cfg(test)]
+    pub(super) fn held(&self) -> usize {
+        let floats = self.sent.iter().chain(&self.now).chain(self.slots.iter().flatten());
+        let floats = floats.chain([&self.zeros, &self.buffer]);
+        let units: usize = self.kept.iter().map(|k| k.capacity() * 8).sum();
+        units + floats.map(|f| f.capacity() * 4).sum::<usize>()
+    }
+
     /// What a chunk's graph is bound to here, always in the same order for a graph.
     pub(super) fn leaves(
         &self,

@@ -32,6 +32,15 @@ impl Survey {
     pub(super) fn kinds(&self) -> Vec<Kind> {
         self.forward.iter().chain(&self.backward).flatten().copied().collect()
     }
+
+    /// Which chunks run forward, and which with their gradient.
+    #[cfg(test)]
+    pub(super) fn runs(&self) -> (String, String) {
+        let list = |kinds: &[Option<Kind>]| {
+            kinds.iter().map(|k| if k.is_some() { '1' } else { '0' }).collect()
+        };
+        (list(&self.forward), list(&self.backward))
+    }
 }
 
 /// What a walk does next.
