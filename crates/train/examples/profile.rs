@@ -5,6 +5,9 @@
 //! cargo run --release -p gradus-train --example profile -- MODEL.gguf [RANK [WINDOW [THREADS]]]
 //! ```
 //!
+//! `GRADUS_CPU` picks the kernel family, as everywhere; gradients pass quantized weights in the
+//! precision that is fastest there.
+//!
 //! LoRA on all projections; one window of tokens that all carry loss. A device between the
 //! trainer and the processor runs a plan step by step and adds up what each took: with one
 //! thread the time that this thread has run, as others may use the machine, with more the time
@@ -17,7 +20,7 @@ use std::time::Instant;
 
 use cpu::Cpu;
 use graph::{
-    Arena, Call, Device, Fault, HostTensor, Leaf, Needs, Plan, Progress, Resident, Segment, Stop,
+    Arena, Call, Device, Fault, GradPrecision, HostTensor, Leaf, Needs, Plan, Progress, Resident, Segment, Stop,
     Unsupported,
 };
 use model::Model;
@@ -60,6 +63,10 @@ impl Device for Timed {
 
     fn family(&self) -> &'static str {
         self.cpu.family()
+    }
+
+    fn fast_bf16(&self) -> bool {
+        self.cpu.fast_bf16()
     }
 
     fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {
@@ -124,7 +131,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         accumulate: 1,
         clip: 1.0,
         seed: 0,
-        graph: GraphConfig { rows: window, ..GraphConfig::default() },
+        graph: GraphConfig {
+            rows: window,
+            grad_precision: GradPrecision::fastest(&*timed),
+            ..GraphConfig::default()
+        },
     };
     let vocab = model.geometry().vocab;
     let tokens: Vec<u32> = (0..=window).map(|i| ((i * 7919 + 1000) % vocab) as u32).collect();
