@@ -24,7 +24,7 @@ use graph::{
     Unsupported,
 };
 use model::Model;
-use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, Window};
+use train::{Example, GraphConfig, TrainConfig, Trainer, Window};
 
 /// Passes that are measured, after one more.
 const PASSES: usize = 4;
@@ -120,22 +120,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Model::load(path.as_ref(), timed.clone())?;
     let config = TrainConfig {
         targets: train::select_targets(&model, &["all".to_string()])?,
-        weights: Vec::new(),
         rank,
-        alpha: 16.0,
-        lr: 1e-4,
-        schedule: Schedule::Constant,
-        warmup: 0,
-        weight_decay: 0.0,
-        epochs: 1,
-        accumulate: 1,
-        clip: 1.0,
-        seed: 0,
         graph: GraphConfig {
             rows: window,
             grad_precision: GradPrecision::fastest(&*timed),
             ..GraphConfig::default()
         },
+        ..TrainConfig::default()
     };
     let vocab = model.geometry().vocab;
     let tokens: Vec<u32> = (0..=window).map(|i| ((i * 7919 + 1000) % vocab) as u32).collect();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use graph::Recompute;
+use graph::{GradPrecision, Recompute};
 use serde_json::{Value, json};
 use train::{GraphConfig, Schedule, TrainConfig};
 
@@ -131,6 +131,15 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         true => Recompute::PerLayer,
         false => Recompute::None,
     };
+    let grad_precision = match fields.string("grad_precision")?.as_deref() {
+        None => GradPrecision::fastest(&**host.model.device()),
+        Some("f32") => GradPrecision::F32,
+        Some("bf16") => GradPrecision::Bf16,
+        Some(other) => {
+            let found = Value::String(other.into());
+            return Err(wrong("grad_precision", &found, "\"f32\" or \"bf16\""));
+        }
+    };
     let fit = match fields.string("fit")?.as_deref() {
         None => Fit::Refuse,
         Some("middle") => Fit::Middle,
@@ -146,8 +155,13 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
     fields.only("exact", &[json!(false)])?;
     fields.only("walk_horizon", &[json!(0)])?;
     fields.only("walk_host_budget_mib", &[json!(0)])?;
-    let graph =
-        GraphConfig { rows: window, cache: host.cache, recompute, ..GraphConfig::default() };
+    let graph = GraphConfig {
+        rows: window,
+        cache: host.cache,
+        recompute,
+        grad_precision,
+        ..GraphConfig::default()
+    };
     let config = TrainConfig {
         targets,
         weights,
