@@ -7,8 +7,9 @@
 //! `FAMILY` is `portable`, `avx2`, `avx512` or `all`. For each format: packing in ns per
 //! element; `decode`, one row times a weight of about 128 MiB, in GB/s of packed bytes;
 //! `forward`, rows times a weight of [2048, 2048], and `backward`, the product with the
-//! transposed weight, in Gop/s (a multiplication and an addition are two). Quantized products
-//! include the quantization of the rows. Each figure is the best of several runs.
+//! transposed weight, in Gop/s (a multiplication and an addition are two); `bf16` is `backward`
+//! with rows of bf16. Quantized products include the quantization of the rows, those of bf16
+//! rows their rounding. Each figure is the best of several runs.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -54,17 +55,22 @@ fn measure(cpu: &Cpu, dtype: DType) -> Result<()> {
     let rows = (128 << 20) / row_bytes;
     let (big, packing) = weight(cpu, dtype, rows)?;
     print!("  pack {:.2} ns", packing.as_secs_f64() * 1e9 / (rows * SIDE) as f64);
-    let time = product(cpu, dtype, &*big, 1, rows, true)?;
+    let time = product(cpu, dtype, &*big, 1, rows, (true, false))?;
     print!("  decode {:5.1} GB/s", big.bytes() as f64 / time.as_secs_f64() / 1e9);
     drop(big);
 
     let (small, _) = weight(cpu, dtype, SIDE)?;
     let slow = cpu.kernel_family() == Family::Portable;
-    for (name, forward) in [("forward", true), ("backward", false)] {
+    for (name, forward, narrow) in
+        [("forward", true, false), ("backward", false, false), ("bf16", false, true)]
+    {
+        if narrow && !matches!(dtype, DType::Block(_)) {
+            continue;
+        }
         print!("  {name}");
         for rows in if slow { &[1, 8][..] } else { &[1, 2, 4, 8, 32, 512] } {
             if forward || *rows >= 8 {
-                let time = product(cpu, dtype, &*small, *rows, SIDE, forward)?;
+                let time = product(cpu, dtype, &*small, *rows, SIDE, (forward, narrow))?;
                 let ops = (2 * rows * SIDE * SIDE) as f64;
                 print!(" {rows}:{:.0}", ops / time.as_secs_f64() / 1e9);
             }
@@ -101,7 +107,7 @@ fn product(
     weight: &dyn Resident,
     m: usize,
     n: usize,
-    forward: bool,
+    (forward, narrow): (bool, bool),
 ) -> Result<Duration> {
     let mut graph = Graph::new();
     let w = graph.weight("w", Shape::new(&[n, SIDE])?, dtype)?;
@@ -109,6 +115,7 @@ fn product(
     let x = graph.leaf("x", Shape::new(&[m, columns])?, DType::F32)?;
     let left: NodeId = match dtype {
         DType::Block(_) if forward => graph.push(Op::QuantizeRows, &[x], "rows")?,
+        _ if narrow => graph.cast(x, DType::BF16)?,
         _ => x,
     };
     let y = graph.push(Op::MatMul { ta: false, tb: forward }, &[left, w], "y")?;

@@ -35,7 +35,7 @@ impl Cpu {
     /// A device of `threads` threads, the caller's among them.
     ///
     /// The kernel family is `family`, else what the environment variable `GRADUS_CPU` says
-    /// (`portable`, `avx2` or `avx512`), else the widest that the processor has.
+    /// (`portable`, `avx2`, `avx512` or `amx`), else the widest that the processor has.
     ///
     /// # Errors
     /// `Invalid` when the number of threads is 0 or above 1024, or when the family is unknown or
@@ -83,7 +83,7 @@ impl Cpu {
 
 fn forced_family(key: &str) -> Result<Isa, Invalid> {
     let family = Family::ALL.into_iter().find(|f| f.key() == key).ok_or_else(|| {
-        Invalid::new(format!("{FAMILY_VARIABLE}={key}: expected portable, avx2 or avx512"))
+        Invalid::new(format!("{FAMILY_VARIABLE}={key}: expected portable, avx2, avx512 or amx"))
     })?;
     Isa::of(family).ok_or_else(|| {
         let have: Vec<&str> =
@@ -109,6 +109,10 @@ impl Device for Cpu {
 
     fn family(&self) -> &'static str {
         self.isa.family().name()
+    }
+
+    fn fast_bf16(&self) -> bool {
+        self.kernel_family() == Family::Amx
     }
 
     fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {

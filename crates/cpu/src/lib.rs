@@ -10,6 +10,8 @@
 #![allow(unsafe_code)] // vectors and arena memory; every block says why it is sound
 #![allow(clippy::needless_range_loop)] // register blocks are indexed by constants
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod arena;
 mod device;
 mod dot;

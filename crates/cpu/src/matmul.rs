@@ -3,6 +3,7 @@
 //! A tile is a block of rows times a block of panels of 16 columns. The grid follows from shapes
 //! alone; no bit of the result follows from the grid.
 
+mod bf16;
 mod codes;
 pub(crate) mod experts;
 mod float;
@@ -11,6 +12,8 @@ mod quantized;
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 mod unpack;
 
 use graph::{Arg, Call, DType, Needs, Op, Unsupported};
@@ -18,6 +21,7 @@ use graph::{Arg, Call, DType, Needs, Op, Unsupported};
 use crate::dot::drive;
 use crate::job::{Input, Job, Scratch};
 use crate::pack::{Geometry, PANEL, UNIT};
+use crate::simd::{Family, Isa};
 use float::{Float, Right, Strided};
 
 /// The sizes of the blocks that `rows` rows are cut into: as many as possible of `largest`,
@@ -72,6 +76,8 @@ enum Kind {
     Packed,
     /// f32 times a packed `[K, N]`.
     Transposed,
+    /// bf16 times a packed `[K, N]` of a block format.
+    Bf16,
     /// f32 times floats in memory.
     Memory,
 }
@@ -82,6 +88,15 @@ const MOST: usize = 32 << 20;
 
 /// As many as make claiming a tile worth while: some microseconds.
 const LEAST: usize = 1 << 19;
+
+/// Multiplications that AMX does in about a millisecond, at most: what a tile of bf16 has.
+const MOST_BF16: usize = 300 << 20;
+
+/// Columns of a tile of bf16 on AMX: as many of these as leave enough tiles.
+const COLUMNS: [usize; 3] = [4, 2, 1];
+
+/// Rows of a tile of bf16 on AMX: a weight is unpacked for so many.
+const ROWS_BF16: usize = 512;
 
 /// Tiles that a product is cut into where its size permits: of many rows, and of few, where a
 /// tile is short and does little that other tiles do again.
@@ -131,7 +146,7 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             let panels = (goal / depth / rows.max(FREE_ROWS)).clamp(1, all);
             (rows, if panels > 3 { panels / 3 * 3 } else { panels })
         }
-        Kind::Transposed | Kind::Memory => {
+        Kind::Transposed | Kind::Bf16 | Kind::Memory => {
             // What is unpacked for a tile is worth it for many rows only, and pairs of panels
             // make whole units.
             let units = (goal / depth).max(1);
@@ -147,6 +162,32 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
         }
     };
     Grid { batch, m, n, k, rows: rows.max(1), panels: panels.max(1) }
+}
+
+/// As [`grid`], of a bf16 product on AMX, where a tile takes all rows and some units of 32
+/// columns.
+fn bf16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
+    let (batch, m, n, k) = sizes(a, b, out, false);
+    let most = (MOST_BF16 / (k * UNIT).max(1) / 32 * 32).clamp(64, ROWS_BF16);
+    let rows = m.div_ceil(m.div_ceil(most).max(1)).next_multiple_of(32).min(m).max(1);
+    let row_tiles = batch * m.div_ceil(rows);
+    let units = n.div_ceil(UNIT);
+    let fits = |u: &&usize| {
+        let work = [rows, k, **u * UNIT].into_iter().fold(1, usize::saturating_mul);
+        work <= MOST_BF16 && row_tiles * units.div_ceil(**u) >= TILES
+    };
+    let wide = COLUMNS.iter().find(fits).copied().unwrap_or(1);
+    // Little work, such as that of few rows, is not worth a claim.
+    let least = (LEAST / (rows * k * UNIT).max(1)).clamp(1, (units / 4).max(1));
+    Grid { batch, m, n, k, rows, panels: wide.max(least) * 2 }
+}
+
+/// The grid of a kind of product in a family.
+fn grid_of(isa: Isa, kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
+    match (kind, isa.family()) {
+        (Kind::Bf16, Family::Amx) => bf16_grid(a, b, out),
+        _ => grid(kind, a, b, out, ta),
+    }
 }
 
 /// The kind of a product with a right operand of this rank, or why there is none.
@@ -173,6 +214,8 @@ fn kind(a: &Arg, b: &Arg, tb: bool, rank: usize) -> Result<Kind, Unsupported> {
         (DType::Q8Rows, DType::Block(_), true) => Err(Unsupported::Layout(0)),
         (DType::F32, DType::F32 | DType::F16 | DType::BF16, true) => Ok(Kind::Packed),
         (DType::F32, _, false) => Ok(Kind::Transposed),
+        (DType::BF16, DType::Block(_), false) if a.is_contiguous() => Ok(Kind::Bf16),
+        (DType::BF16, DType::Block(_), false) => Err(Unsupported::Layout(0)),
         (a, b, _) => no(format!("a product of {a} and {b}")),
     }
 }
@@ -191,6 +234,11 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
             None => 0,
         },
         Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels) * 4,
+        Kind::Bf16 => {
+            let wide = bf16_grid(a, b, &call.out);
+            let of = |g: Grid| bf16::scratch(g.rows, g.panels.min(float::TILE_PANELS)) * 4;
+            of(grid).max(of(wide))
+        }
     };
     Ok(Needs { scratch })
 }
@@ -200,7 +248,7 @@ fn product(job: &Job<'_>) -> Option<(Kind, Grid, bool, bool)> {
     let &Op::MatMul { ta, tb } = job.op else { return None };
     let (a, b) = (job.inputs.first()?.arg, job.inputs.get(1)?.arg);
     let kind = kind(&a, &b, tb, 2).ok()?;
-    Some((kind, grid(kind, &a, &b, &job.out, ta), ta, tb))
+    Some((kind, grid_of(job.isa, kind, &a, &b, &job.out, ta), ta, tb))
 }
 
 /// The number of tiles.
@@ -225,8 +273,16 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             let scratch = scratch.take(bytes / 4).as_mut_ptr().cast();
             let x = a.bytes();
             let (weight, out_step) = (weight.panels(), grid.n);
-            drive(job.isa, quantized::Forward { weight, x, rows, panels, out, out_step, scratch });
-            return;
+            let tile = quantized::Forward { weight, x, rows, panels, out, out_step, scratch };
+            return tile.run_on(job.isa);
+        }
+        (Kind::Bf16, Some(weight)) => {
+            let floats = bf16::scratch(rows.len(), panels.len().min(float::TILE_PANELS));
+            let scratch = scratch.take(floats).as_mut_ptr();
+            let (x, weight) = (a.ptr(), weight.panels());
+            let (x_step, out_step) = (grid.k, grid.n);
+            let tile = bf16::Bf16 { weight, x, x_step, rows, panels, out, out_step, scratch };
+            return tile.run(job.isa);
         }
         (Kind::Packed, Some(weight)) => (Right::Packed(weight.panels()), 0),
         (Kind::Transposed, Some(weight)) => {

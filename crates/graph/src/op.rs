@@ -228,7 +228,11 @@ pub enum Op {
     /// the last two dimensions if its flag is set. Leading dimensions of `a` and `b` broadcast
     /// (a rank-2 `b` is shared by all). `a` is f32, or q8-rows when `b` is of a block format
     /// and `!ta`; `b` is f32, f16, bf16 or a block format (rank 2). A projection of GGUF
-    /// weights `[N, K]` has `tb = true`.
+    /// weights `[N, K]` has `tb = true`. Before a block format that is not transposed `a` may be
+    /// bf16: then the elements of `b` are rounded to bf16 (to nearest even) too, and their
+    /// products, which f32 holds exactly, are added up in f32; see [`GradPrecision`].
+    ///
+    /// [`GradPrecision`]: crate::GradPrecision
     MatMul {
         /// Transposes the last two dimensions of `a`.
         ta: bool,
@@ -238,7 +242,8 @@ pub enum Op {
     /// `(x [T, X, K], w, i ids [T, U]) -> f32 [T, U, N]` with `X` 1 or `U`: row `t` times the
     /// experts it chose, `y[t, u] = op(w[ids[t, u]]) x[t, u]` (`x[t, 0]` where `X` is 1). As in
     /// [`Op::MatMul`], `w` is `[E, N, K]` with `tb` and `[E, K, N]` without; `x` is f32, or q8-rows
-    /// with `tb` when `w` is of a block format. An expert that is not chosen is not read.
+    /// with `tb` when `w` is of a block format, without it bf16 too, as there. An expert that is
+    /// not chosen is not read.
     MatMulExperts {
         /// Transposes each expert.
         tb: bool,

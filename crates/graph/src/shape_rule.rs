@@ -547,7 +547,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             want(ar >= 2 && br >= 2, || format!("{} and {} are not matrices", a.1, b.1))?;
             match (a.0, b.0) {
                 (DType::F32, DType::F32 | DType::F16 | DType::BF16) => {}
-                (DType::F32, DType::Block(_)) => {
+                (DType::F32 | DType::BF16, DType::Block(_)) => {
                     want(!ta && !tb, || {
                         format!("a {} matrix takes q8-rows on its left (QuantizeRows)", b.0)
                     })?;
@@ -578,7 +578,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             let [x, w, ids] = operands(args)?;
             match (x.0, w.0) {
                 (DType::F32, DType::F32 | DType::F16 | DType::BF16) => {}
-                (DType::F32, DType::Block(_)) => want(!tb, || {
+                (DType::F32 | DType::BF16, DType::Block(_)) => want(!tb, || {
                     format!("{} experts take q8-rows on their left (QuantizeRows)", w.0)
                 })?,
                 (DType::Q8Rows, DType::Block(_)) => {

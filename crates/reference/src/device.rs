@@ -201,7 +201,9 @@ fn run_step(step: &Step, bound: &Bound, arena: &mut Values) -> Result<(), Fault>
     }
     let out = step.out.arg;
     let args: Vec<&Value> = args.iter().collect();
-    let value = compute(&step.op, &args, (out.dtype, out.shape), &step.name, Mode::Exact)?;
+    let dtypes: Vec<DType> = step.args.iter().map(|a| a.arg.dtype).collect();
+    let made = (out.dtype, out.shape);
+    let value = compute(&step.op, &args, &dtypes, made, &step.name, Mode::Exact)?;
     // Codes are made from the operand: making them again from rounded values may differ.
     let rounds = matches!(step.op, Op::QuantizeRows | Op::Cast { .. });
     let source = if rounds { args.first().copied().unwrap_or(&value) } else { &value };

@@ -50,7 +50,9 @@ pub fn eval(graph: &Graph, leaves: &Leaves, wanted: &[NodeId], mode: Mode) -> Re
             for a in &node.args {
                 args.push(computed(&values, *a, &node.name)?);
             }
-            Cow::Owned(compute(&node.op, &args, (node.dtype, node.shape), &node.name, mode)?)
+            let dtypes: Vec<DType> = node.args.iter().map(|&a| graph.node(a).dtype).collect();
+            let out = (node.dtype, node.shape);
+            Cow::Owned(compute(&node.op, &args, &dtypes, out, &node.name, mode)?)
         };
         values[id.index()] = Some(value);
     }

@@ -169,7 +169,7 @@ impl TrainConfig {
             graph,
         } = self;
         // Neither recomputation nor placement changes a bit.
-        let GraphConfig { rows, cache, recompute: _, placement: _ } = graph;
+        let GraphConfig { rows, cache, recompute: _, grad_precision, placement: _ } = graph;
         // As people write it: 0.003 is not 0.003000000026077032.
         let plain = |v: f32| v.to_string().parse::<f64>().unwrap_or(f64::from(v));
         let settings = json!({
@@ -196,6 +196,7 @@ impl TrainConfig {
             // How much of it the host keeps changes no bit.
             "horizon": walks.map_or(0, |w| w.horizon),
             "cache": format!("{cache:?}"),
+            "grad_precision": grad_precision.name(),
         });
         match settings {
             Value::Object(settings) => settings,

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use graph::{DType, Device, Placed, Policy, Recompute, Shape, Stop, Workspace};
+use graph::{DType, Device, GradPrecision, Placed, Policy, Recompute, Shape, Stop, Workspace};
 use model::{Adapter, Model, Weights};
 
 use self::graphs::{Built, Inputs, Kind, Run};
@@ -29,6 +29,8 @@ pub struct GraphConfig {
     pub cache: DType,
     /// What is kept for the backward pass.
     pub recompute: Recompute,
+    /// The precision that gradients pass quantized weights with.
+    pub grad_precision: GradPrecision,
     /// What becomes of a node that the model's device has no kernel for.
     pub placement: Policy,
 }
@@ -39,6 +41,7 @@ impl Default for GraphConfig {
             rows: 512,
             cache: DType::F16,
             recompute: Recompute::None,
+            grad_precision: GradPrecision::F32,
             placement: Policy::Fallback,
         }
     }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use graph::{Arg, Call, DType, Needs, Op, Unsupported};
 
 use super::float::{self, Float, Right, Strided};
-use super::{FREE_ROWS, Kind, LEAST, kind, quantized};
+use super::{FREE_ROWS, Kind, LEAST, bf16, kind, quantized};
 use crate::dot::drive;
 use crate::job::{Input, Job, Scratch, scratch_bytes};
 use crate::pack::{Geometry, PANEL, UNIT};
@@ -54,7 +54,9 @@ fn grid(args: &[Arg], out: &Arg, tb: bool) -> Result<Grid, Unsupported> {
     let panels = (goal / (k * PANEL).max(1) / expected.clamp(FREE_ROWS, ROWS)).clamp(1, all);
     // Pairs of panels make whole units where a block format is unpacked.
     let panels = match kind {
-        Kind::Transposed | Kind::Memory => panels.min(float::TILE_PANELS).next_multiple_of(2),
+        Kind::Transposed | Kind::Bf16 | Kind::Memory => {
+            panels.min(float::TILE_PANELS).next_multiple_of(2)
+        }
         Kind::Quantized | Kind::Packed => panels,
     };
     let panel_tiles = all.div_ceil(panels);
@@ -71,6 +73,7 @@ fn parts(grid: &Grid, w: &Arg) -> [usize; 3] {
             None => 0,
         },
         Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels),
+        Kind::Bf16 => bf16::scratch(rows, grid.panels),
     };
     [rows * row_bytes(grid).div_ceil(4), rows * grid.panels * PANEL, own]
 }
@@ -79,6 +82,7 @@ fn parts(grid: &Grid, w: &Arg) -> [usize; 3] {
 fn row_bytes(grid: &Grid) -> usize {
     match grid.kind {
         Kind::Quantized => grid.k + grid.k / UNIT * 8,
+        Kind::Bf16 => grid.k * 2,
         _ => grid.k * 4,
     }
 }
@@ -165,6 +169,9 @@ fn row_of(x: &Input<'_>, used: usize, i: usize) -> *const u8 {
         Some(bytes) if x.arg.dtype == DType::Q8Rows => {
             x.bytes().wrapping_add((t * own + u) * bytes)
         }
+        _ if x.arg.dtype == DType::BF16 => {
+            x.ptr::<u16>().wrapping_add(t * x.stride(0) + u * x.stride(1)).cast()
+        }
         _ => x.ptr::<f32>().wrapping_add(t * x.stride(0) + u * x.stride(1)).cast(),
     }
 }
@@ -241,19 +248,29 @@ fn multiply(
 ) {
     let right = match (grid.kind, w.matrix()) {
         (Kind::Quantized, Some(matrix)) => {
-            drive(
-                job.isa,
-                quantized::Forward {
-                    weight: matrix.expert(expert),
-                    x: rows.x,
-                    rows: 0..rows.count,
-                    panels,
-                    out: rows.out,
-                    out_step: rows.step,
-                    scratch: rows.scratch.cast(),
-                },
-            );
-            return;
+            let tile = quantized::Forward {
+                weight: matrix.expert(expert),
+                x: rows.x,
+                rows: 0..rows.count,
+                panels,
+                out: rows.out,
+                out_step: rows.step,
+                scratch: rows.scratch.cast(),
+            };
+            return tile.run_on(job.isa);
+        }
+        (Kind::Bf16, Some(matrix)) => {
+            let tile = bf16::Bf16 {
+                weight: matrix.expert(expert),
+                x: rows.x.cast(),
+                x_step: grid.k,
+                rows: 0..rows.count,
+                panels,
+                out: rows.out,
+                out_step: rows.step,
+                scratch: rows.scratch,
+            };
+            return tile.run(job.isa);
         }
         (Kind::Packed, Some(matrix)) => Right::Packed(matrix.expert(expert)),
         (Kind::Transposed, Some(matrix)) => Right::Transposed(matrix.expert(expert)),

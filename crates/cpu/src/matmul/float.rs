@@ -87,7 +87,7 @@ fn parts(panels: usize) -> Parts {
 
 /// Floats of scratch of a tile of so many panels whose right operand is not packed as it is read.
 pub(crate) fn scratch_floats(panels: usize) -> usize {
-    parts(panels).end
+    parts(panels).end.next_multiple_of(LANES)
 }
 
 impl Driver for Float<'_> {
@@ -164,7 +164,10 @@ impl Float<'_> {
     }
 
     /// Adds the products of `count` elements from `k` on to the tile's outputs, or starts them.
-    unsafe fn panels<S: Dot, E: Element>(
+    ///
+    /// # Safety
+    /// The tile's rows and panels must exist, and `b` hold the panels' elements.
+    pub(super) unsafe fn panels<S: Dot, E: Element>(
         &self,
         s: S,
         b: *const E,
@@ -418,7 +421,16 @@ impl<S: Dot, E: Element> Kernel<S> for Gather<E> {
 
 /// Unpacks rows `k .. k + count` of a packed `[K, N]`, `k` a multiple of 16, into the tile's
 /// panels of columns: `[panel][CHUNK][16]`.
-unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: usize, count: usize) {
+///
+/// # Safety
+/// The tile must be one of a product with `w`.
+pub(super) unsafe fn transpose<S: Dot>(
+    s: S,
+    t: &Float<'_>,
+    w: Panels<'_>,
+    k: usize,
+    count: usize,
+) {
     let g = w.geometry();
     let column = t.panels.start * PANEL;
     let columns = (t.panels.len() * PANEL).min(t.n - column);

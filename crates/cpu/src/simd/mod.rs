@@ -25,6 +25,9 @@ pub(crate) use avx2::Avx2;
 pub(crate) use avx512::Avx512;
 pub(crate) use portable::Portable;
 
+#[cfg(target_arch = "x86_64")]
+use crate::amx::Amx;
+
 /// Lanes of every vector, whatever the family.
 pub(crate) const LANES: usize = 16;
 
@@ -37,11 +40,14 @@ pub enum Family {
     Avx2,
     /// AVX-512 F, BW, VL, DQ and VNNI.
     Avx512,
+    /// The same, and AMX: its own arithmetic where gradients pass quantized weights in bf16.
+    Amx,
 }
 
 impl Family {
     /// Every family, slowest first.
-    pub const ALL: [Family; 3] = [Family::Portable, Family::Avx2, Family::Avx512];
+    pub const ALL: [Family; 4] =
+        [Family::Portable, Family::Avx2, Family::Avx512, Family::Amx];
 
     /// The name checkpoints and reports carry.
     pub fn name(self) -> &'static str {
@@ -49,6 +55,7 @@ impl Family {
             Family::Portable => "portable",
             Family::Avx2 => "avx2",
             Family::Avx512 => "avx512-vnni",
+            Family::Amx => "avx512-amx",
         }
     }
 
@@ -56,6 +63,7 @@ impl Family {
     pub fn key(self) -> &'static str {
         match self {
             Family::Avx512 => "avx512",
+            Family::Amx => "amx",
             other => other.name(),
         }
     }
@@ -74,6 +82,8 @@ pub(crate) enum Isa {
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Amx(Amx),
 }
 
 impl Isa {
@@ -91,8 +101,10 @@ impl Isa {
             Family::Avx2 => Avx2::detect().map(Isa::Avx2),
             #[cfg(target_arch = "x86_64")]
             Family::Avx512 => Avx512::detect().map(Isa::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Family::Amx => Amx::detect().map(Isa::Amx),
             #[cfg(not(target_arch = "x86_64"))]
-            Family::Avx2 | Family::Avx512 => None,
+            Family::Avx2 | Family::Avx512 | Family::Amx => None,
         }
     }
 
@@ -103,6 +115,8 @@ impl Isa {
             Isa::Avx2(_) => Family::Avx2,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512(_) => Family::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx(_) => Family::Amx,
         }
     }
 
@@ -114,6 +128,8 @@ impl Isa {
             Isa::Avx2(simd) => simd.call(task),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512(simd) => simd.call(task),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx(amx) => amx.vectors().call(task),
         }
     }
 }

@@ -6,7 +6,7 @@ use model::{Adapter, Engine, Model, Rows, SeqId, WantLogits};
 use serde_json::json;
 use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, Window};
 
-use super::train::RecomputeName;
+use super::train::{PrecisionName, RecomputeName};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::options::{CacheType, ModelArgs, engine};
@@ -64,6 +64,10 @@ pub struct Args {
     /// What to compute again in the backward pass
     #[arg(long, value_enum, value_name = "WHAT", default_value = "none", requires = "train")]
     recompute: RecomputeName,
+
+    /// What gradients pass quantized weights in
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "auto", requires = "train")]
+    grad_precision: PrecisionName,
 
     /// Print JSON
     #[arg(long)]
@@ -214,6 +218,7 @@ fn train(args: &Args) -> Result<()> {
             rows: window,
             cache: args.cache_type.dtype(),
             recompute: args.recompute.policy(),
+            grad_precision: args.grad_precision.of(&model),
             ..GraphConfig::default()
         },
         ..TrainConfig::default()
@@ -246,6 +251,7 @@ fn train(args: &Args) -> Result<()> {
             "rank": args.rank,
             "repetitions": args.repetitions,
             "recompute": format!("{:?}", args.recompute.policy()),
+            "grad_precision": args.grad_precision.of(&model).name(),
             "train_tokens_per_s": median(rates),
             "train_tokens_per_s_all": rates,
             "parameters": parameters,

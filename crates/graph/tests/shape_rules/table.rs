@@ -591,10 +591,12 @@ fn products() -> Vec<Case> {
             &[
                 ("f32 [2, 3]; f32 [3, 4]", "f32 [2, 4]"),
                 ("f32 [2, 4]; Q4_0 [4, 32]", "f32 [2, 32]"),
+                ("bf16 [5, 2, 4]; Q4_0 [4, 32]", "f32 [5, 2, 32]"),
             ],
             &[
                 ("f32 [2, 3]; f32 [4, 3]", "inner widths 3 and 4 differ"),
                 ("q8-rows [2, 32]; Q4_0 [32, 32]", "q8-rows multiply a transposed block matrix"),
+                ("f16 [2, 4]; Q4_0 [4, 32]", "no product of f16 and Q4_0"),
             ],
         ),
         case(
@@ -603,7 +605,7 @@ fn products() -> Vec<Case> {
             &[
                 ("f32 [2, 3]; f32 [3, 4]", "inner widths 2 and 3 differ"),
                 (
-                    "f32 [4, 2]; Q4_0 [4, 32]",
+                    "bf16 [4, 2]; Q4_0 [4, 32]",
                     "a Q4_0 matrix takes q8-rows on its left (QuantizeRows)",
                 ),
             ],

@@ -12,7 +12,10 @@ mod recurrent;
 mod rounding;
 mod softmax;
 
+use std::borrow::Cow;
+
 use graph::{Code, DType, Fault, Op, Shape};
+use half::bf16;
 
 use crate::Mode;
 use crate::value::{Value, filled};
@@ -23,6 +26,7 @@ type Out = Result<Value, Fault>;
 #[derive(Copy, Clone)]
 pub(crate) struct Operands<'a> {
     args: &'a [&'a Value],
+    dtypes: &'a [DType],
     node: &'a str,
 }
 
@@ -74,6 +78,17 @@ impl<'a> Operands<'a> {
         Ok(Floats { shape: value.shape(), data })
     }
 
+    /// The matrices of a product: beside a bf16 left operand blocks are rounded to bf16.
+    fn matrix(&self, i: usize) -> Result<Cow<'a, [f64]>, Fault> {
+        let data = self.floats(i)?.data;
+        let narrow = self.dtypes.first() == Some(&DType::BF16)
+            && matches!(self.dtypes.get(i), Some(DType::Block(_)));
+        if !narrow {
+            return Ok(Cow::Borrowed(data));
+        }
+        Ok(data.iter().map(|&x| bf16::from_f32(x as f32).to_f64()).collect())
+    }
+
     fn ints(&self, i: usize) -> Result<Ints<'a>, Fault> {
         let value = self.value(i)?;
         let data = value.as_ints().ok_or_else(|| self.broken("an i32 operand is float"))?;
@@ -106,16 +121,17 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// The value of one node. Operands have the shapes and kinds that the op's shape rule accepted,
-/// and `out` is what it gave.
+/// The value of one node. `dtypes` are those of its operands, which have the shapes and kinds that
+/// the op's shape rule accepted, and `out` is what it gave.
 pub(crate) fn compute(
     op: &Op,
     args: &[&Value],
+    dtypes: &[DType],
     out: (DType, Shape),
     node: &str,
     mode: Mode,
 ) -> Out {
-    let operands = Operands { args, node };
+    let operands = Operands { args, dtypes, node };
     let (dtype, shape) = out;
     match op {
         Op::Leaf => Err(operands.broken("a leaf is bound, not computed")),

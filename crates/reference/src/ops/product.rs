@@ -17,6 +17,7 @@ fn matrix_start(x: Shape, out: Shape, index: &[usize]) -> usize {
 
 pub(super) fn mat_mul(operands: Operands<'_>, ta: bool, tb: bool, shape: Shape) -> Out {
     let (a, b) = (operands.floats(0)?, operands.floats(1)?);
+    let matrix = operands.matrix(1)?;
     let (a_cols, b_cols) = (a.shape.cols(), b.shape.cols());
     let inner = if ta { a.dim(a.shape.rank() - 2) } else { a_cols };
     let mut out = operands.zeros(shape)?;
@@ -27,7 +28,7 @@ pub(super) fn mat_mul(operands: Operands<'_>, ta: bool, tb: bool, shape: Shape) 
         for k in 0..inner {
             let a_at = if ta { k * a_cols + i } else { i * a_cols + k };
             let b_at = if tb { j * b_cols + k } else { k * b_cols + j };
-            *out += a.data[a_start + a_at] * b.data[b_start + b_at];
+            *out += a.data[a_start + a_at] * matrix[b_start + b_at];
         }
     }
     operands.made(shape, out)
@@ -41,6 +42,7 @@ fn choice<'a>(x: Floats<'a>, t: usize, u: usize) -> &'a [f64] {
 
 pub(super) fn mat_mul_experts(operands: Operands<'_>, tb: bool, shape: Shape) -> Out {
     let (x, w, ids) = (operands.floats(0)?, operands.floats(1)?, operands.ints(2)?);
+    let matrices = operands.matrix(1)?;
     let mut out = operands.zeros(shape)?;
     let (used, n, k) = (shape.dim(1), shape.dim(2), x.dim(2));
     for (pair, &id) in ids.data.iter().enumerate() {
@@ -49,7 +51,7 @@ pub(super) fn mat_mul_experts(operands: Operands<'_>, tb: bool, shape: Shape) ->
         for j in 0..n {
             for (i, x) in x.iter().enumerate() {
                 let at = if tb { j * k + i } else { i * n + j };
-                out[pair * n + j] += x * w.data[expert * n * k + at];
+                out[pair * n + j] += x * matrices[expert * n * k + at];
             }
         }
     }

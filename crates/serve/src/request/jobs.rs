@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use data::Fit;
-use graph::Recompute;
+use graph::{GradPrecision, Recompute};
 use serde_json::{Value, json};
 use train::{GraphConfig, Schedule, TrainConfig, Walks};
 
@@ -140,6 +140,15 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         true => Recompute::PerLayer,
         false => Recompute::None,
     };
+    let grad_precision = match fields.string("grad_precision")?.as_deref() {
+        None => GradPrecision::fastest(&**host.model.device()),
+        Some("f32") => GradPrecision::F32,
+        Some("bf16") => GradPrecision::Bf16,
+        Some(other) => {
+            let found = Value::String(other.into());
+            return Err(wrong("grad_precision", &found, "\"f32\" or \"bf16\""));
+        }
+    };
     let fit = match fields.string("fit")?.as_deref() {
         None => Fit::Refuse,
         Some("middle") => Fit::Middle,
@@ -163,7 +172,7 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         }
     };
     let from_0_to_1 = |v: f32| (0.0..=1.0).contains(&v);
-    let graph = GraphConfig { rows, cache: host.cache, recompute, ..GraphConfig::default() };
+    let graph = GraphConfig { rows, cache: host.cache, recompute, grad_precision, ..GraphConfig::default() };
     let config = TrainConfig {
         targets,
         weights,

@@ -2,7 +2,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use gguf::TensorType;
-use graph::{Code, DType, Recompute};
+use graph::{Code, DType, GradPrecision, Recompute};
 use model::Model;
 use model::toy::Toy;
 use serde_json::{Value, json};
@@ -291,11 +291,13 @@ fn a_training_job_has_the_defaults_and_takes_every_field() {
         "window": 512, "chunk": 512, "epochs": 100, "lr": 1, "seed": 7, "parse_special": true,
         "fit": "left", "memory_budget_mib": 1.5, "share_ppm": 1_000_000, "yield": true,
         "exact": false, "walk_horizon": 0, "walk_host_budget_mib": 0, "recompute": true,
+        "grad_precision": "bf16",
     }))
     .unwrap();
     assert_eq!(job.config.targets, ["blk.1.attn_output.weight", "blk.1.ffn_up.weight"]);
     assert_eq!((job.config.rank, job.config.epochs, job.config.seed), (256, 100, 7));
     assert_eq!(job.config.graph.recompute, Recompute::PerLayer);
+    assert_eq!(job.config.graph.grad_precision, GradPrecision::Bf16);
     assert_eq!((job.pacing, job.memory_budget), (Pacing::Share(1_000_000), Some(3 << 19)));
     // The window shrinks to what the data need.
     assert_eq!((job.data.window_asked, job.data.window, job.config.graph.rows), (512, 256, 256));
@@ -367,6 +369,7 @@ fn a_training_job_is_refused_by_field() {
         (json!({"checkpoint_every": 0}), "checkpoint_every", "1"),
         (json!({"rslora": 1}), "rslora", "true or false"),
         (json!({"plan": "yes"}), "plan", "true or false"),
+        (json!({"grad_precision": "f16"}), "grad_precision", "\"f32\" or \"bf16\""),
         (json!({"text": "x"}), "text", "exclude each other"),
         (json!({"examples": null}), "examples", "missing"),
         (json!({"examples": []}), "examples", "empty"),

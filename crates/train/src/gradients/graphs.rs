@@ -122,6 +122,8 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         }
         let mut nodes: Vec<NodeId> = outputs.iter().map(|o| o.1).collect();
         if kind.backward {
+            let precision = self.config.grad_precision;
+            (graph, nodes) = graph::grad_precision(graph, nodes, precision)?;
             (graph, nodes) = graph::recompute(&graph, &nodes, self.config.recompute)?;
         }
         let placed = graph::place(&graph, &nodes, &self.devices(), self.config.placement)?;

@@ -15,7 +15,7 @@ use crate::options::{DataArgs, ModelArgs, TemplateArgs};
 use crate::output::{bytes, count, duration, json, line};
 
 pub use session::{Plan, Ran, Session};
-pub use settings::{RecomputeName, Settings};
+pub use settings::{PrecisionName, RecomputeName, Settings};
 
 use record::{RecordArgs, Recorder};
 use session::{Keeping, Ready};

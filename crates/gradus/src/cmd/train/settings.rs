@@ -1,7 +1,7 @@
 //! The settings of a run, as they are typed.
 
 use clap::ValueEnum;
-use graph::Recompute;
+use graph::{GradPrecision, Recompute};
 use model::Model;
 use train::{GraphConfig, Method, Schedule, TrainConfig, Walks};
 
@@ -112,6 +112,11 @@ pub struct Settings {
     #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
     pub recompute: RecomputeName,
 
+    /// What gradients pass quantized weights in; sums are f32 in any case. `auto` takes bf16
+    /// where the processor has AMX
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
+    pub grad_precision: PrecisionName,
+
     /// What keys and values pass through: that of the cache the adapter will be used with
     #[arg(long, value_enum, value_name = "TYPE", default_value = "f16")]
     pub cache_type: CacheType,
@@ -152,6 +157,26 @@ impl RecomputeName {
         match self {
             RecomputeName::Auto | RecomputeName::None => Recompute::None,
             RecomputeName::PerLayer => Recompute::PerLayer,
+        }
+    }
+}
+
+#[derive(Copy, Clone, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PrecisionName {
+    /// What is fastest on this processor
+    Auto,
+    /// f32
+    F32,
+    /// bf16: gradients within a cosine of 0.9999 of those of f32
+    Bf16,
+}
+
+impl PrecisionName {
+    pub fn of(self, model: &Model) -> GradPrecision {
+        match self {
+            PrecisionName::Auto => GradPrecision::fastest(&**model.device()),
+            PrecisionName::F32 => GradPrecision::F32,
+            PrecisionName::Bf16 => GradPrecision::Bf16,
         }
     }
 }
@@ -234,6 +259,7 @@ impl Settings {
                 rows: self.chunk.map_or(window, |chunk| chunk.min(window)),
                 cache: self.cache_type.dtype(),
                 recompute: self.recompute.policy(),
+                grad_precision: self.grad_precision.of(model),
                 ..GraphConfig::default()
             },
             ..TrainConfig::default()

@@ -91,6 +91,15 @@ pub fn mat_mul(c: &mut Cases) {
             g.expect_all(refused);
             g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
         });
+        for (rows, outs, blocks) in [(1, 1, 1), (3, 12, 1), (17, 33, 1), (40, 64, 2)] {
+            c.add(format!("{rows} bf16 rows before a {format} weight of {outs}"), move |g| {
+                let x = g.float_of("x", &[rows, outs], DType::BF16, Fill::Signed)?;
+                let w = g.weight("w", &[outs, 256 * blocks], dtype)?;
+                let refused = g.refused();
+                g.expect_all(refused);
+                g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
+            });
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! A program may amplify rounding without bound, so the tolerance is measured: the interpreter
 //! runs again with every value disturbed as f32 disturbs it.
 
-use graph::{Code, Device, Error, Graph, NodeId, Op, Result, vjp};
+use graph::{Code, DType, Device, Error, Graph, NodeId, Op, Result, vjp};
 
 use super::Programs;
 use super::program::Program;
@@ -145,7 +145,8 @@ fn noisy(
         }
         let args: Vec<&Value> = args.iter().collect();
         let out = (node.dtype, node.shape);
-        let mut value = compute(&node.op, &args, out, &node.name, Mode::Exact)?;
+        let dtypes: Vec<DType> = node.args.iter().map(|&a| graph.node(a).dtype).collect();
+        let mut value = compute(&node.op, &args, &dtypes, out, &node.name, Mode::Exact)?;
         table::sides(&node.op, &args, &value, &mut sides);
         disturb(&mut value, noise, inside(&node.op, &args), rng);
         values.push(value);

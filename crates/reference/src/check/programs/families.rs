@@ -656,7 +656,10 @@ fn mat_mul(m: &mut Maker) -> Option<NodeId> {
             };
             return m.push(Op::MatMul { ta: false, tb }, &[x, w]);
         }
-        let (x, w) = (m.like(&[rows, n])?, m.block_weight(n, k)?);
+        let (mut x, w) = (m.like(&[rows, n])?, m.block_weight(n, k)?);
+        if m.chance(50) {
+            x = m.push(Op::Cast { dtype: DType::BF16 }, &[x])?;
+        }
         return m.push(Op::MatMul { ta: false, tb }, &[x, w]);
     }
     let x = m.any()?;

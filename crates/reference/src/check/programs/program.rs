@@ -168,7 +168,9 @@ pub(super) fn compute_node(
         return Ok(data.value.clone());
     }
     let args: Vec<&Value> = node.args.iter().map(|a| &values[a.index()]).collect();
-    let value = compute(&node.op, &args, (node.dtype, node.shape), &node.name, Mode::Smooth)?;
+    let dtypes: Vec<DType> = node.args.iter().map(|&a| graph.node(a).dtype).collect();
+    let out = (node.dtype, node.shape);
+    let value = compute(&node.op, &args, &dtypes, out, &node.name, Mode::Smooth)?;
     table::sides(&node.op, &args, &value, sides);
     Ok(value)
 }

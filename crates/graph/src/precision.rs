@@ -1,0 +1,94 @@
+//! The precision that gradients pass through quantized weights with, applied as a rewrite of the
+//! graph.
+
+use std::collections::HashMap;
+
+use crate::*;
+
+/// The precision of the operands of a product that takes a gradient through a quantized weight.
+/// Sums are f32 in both, and so are all gradients through float weights.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum GradPrecision {
+    /// f32.
+    F32,
+    /// bf16: the cotangent passes `Cast`, and the product rounds the weight's elements. Rounding
+    /// to nearest even, a relative error of at most 2^-9 in either.
+    Bf16,
+}
+
+impl GradPrecision {
+    /// What is fastest on a device.
+    pub fn fastest(device: &dyn Device) -> GradPrecision {
+        if device.fast_bf16() { GradPrecision::Bf16 } else { GradPrecision::F32 }
+    }
+
+    /// The name settings and checkpoints carry.
+    pub fn name(self) -> &'static str {
+        match self {
+            GradPrecision::F32 => "f32",
+            GradPrecision::Bf16 => "bf16",
+        }
+    }
+}
+
+/// The graph with its gradient products in a precision, and the same outputs in it. Forward
+/// nodes stay as they are.
+///
+/// # Errors
+/// `Invalid` when an output is not of this graph.
+pub fn grad_precision(
+    graph: Graph,
+    outputs: Vec<NodeId>,
+    precision: GradPrecision,
+) -> Result<(Graph, Vec<NodeId>)> {
+    if precision == GradPrecision::F32 {
+        return Ok((graph, outputs));
+    }
+    let mut to = Graph::new();
+    let mut moved: HashMap<NodeId, NodeId> = HashMap::new();
+    let mut narrow: HashMap<NodeId, NodeId> = HashMap::new();
+    for id in graph.ids() {
+        let node = graph.node(id);
+        if matches!(node.op, Op::Leaf) {
+            moved.insert(id, to.leaf_like(node)?);
+            continue;
+        }
+        let mut args = Vec::with_capacity(node.args.len());
+        for a in &node.args {
+            args.push(place(&moved, *a)?);
+        }
+        to.set_layer(node.layer);
+        to.set_transient(node.transient);
+        if let (true, Some(first)) = (is_gradient_product(&graph, node), args.first_mut()) {
+            if !narrow.contains_key(first) {
+                let cast = Op::Cast { dtype: DType::BF16 };
+                let cast = to.push_fresh(cast, &[*first], &node.name)?;
+                to.set_pass(cast, node.pass);
+                narrow.insert(*first, cast);
+            }
+            *first = place(&narrow, *first)?;
+        }
+        let new = to.push_fresh(node.op.clone(), &args, &node.name)?;
+        to.set_pass(new, node.pass);
+        moved.insert(id, new);
+    }
+    to.set_layer(None);
+    to.set_transient(false);
+    let outputs = outputs.into_iter().map(|out| place(&moved, out)).collect::<Result<_>>()?;
+    Ok((to, outputs))
+}
+
+/// A cotangent of f32 times a weight of blocks.
+fn is_gradient_product(graph: &Graph, node: &Node) -> bool {
+    let product = matches!(node.op, Op::MatMul { .. } | Op::MatMulExperts { .. });
+    let dtype = |i: usize| node.args.get(i).map(|&a| graph.node(a).dtype);
+    product
+        && node.pass == Pass::Backward
+        && dtype(0) == Some(DType::F32)
+        && matches!(dtype(1), Some(DType::Block(_)))
+}
+
+fn place(moved: &HashMap<NodeId, NodeId>, id: NodeId) -> Result<NodeId> {
+    let unknown = || Invalid::new(format!("node {} is not of this graph", id.index()));
+    Ok(moved.get(&id).copied().ok_or_else(unknown)?)
+}
