@@ -52,6 +52,7 @@ struct Tests {
 const GRAPH: &[&str] = &[
     "-p gradus-graph --lib",
     "-p gradus-graph --test vjp",
+    "-p gradus-graph --test pieces",
     "-p gradus-reference --test vjp",
     "-p gradus-reference --test programs",
     "-p gradus-reference --lib -- check::tests::every_rule",
