@@ -47,6 +47,8 @@ struct Tests {
     run: &'static [&'static str],
     /// `GRADUS_OPS`: whose cases the conformance tests run.
     ops: &'static str,
+    /// Which unit tests: all, or those whose names contain one of these words.
+    units: &'static str,
 }
 
 const GRAPH: &[&str] = &[
@@ -60,29 +62,33 @@ const GRAPH: &[&str] = &[
 
 const KERNEL: &[&str] = &["-p gradus-cpu --test conformance", "-p gradus-cpu --lib"];
 
-const fn kernel(of: &'static str, ops: &'static str) -> Tests {
-    Tests { of, run: KERNEL, ops }
+const fn kernel(of: &'static str, ops: &'static str, units: &'static str) -> Tests {
+    Tests { of, run: KERNEL, ops, units }
 }
+
+const ELEMENTWISE: &str = "Add,Sub,Mul,Div,Min,Max,Neg,Abs,Sqr,Sqrt,Exp,Log1p,Log,Sin,Cos,Sigmoid,\
+                           Silu,Relu,Tanh,Gelu,Normal,Softplus,Step,Sign,Affine,Clamp,Fill,glu";
 
 /// The first that fits a file is its.
 const TESTS: &[Tests] = &[
-    Tests { of: "crates/graph/src/", run: GRAPH, ops: "" },
-    kernel("recurrent/delta", "GatedDelta"),
-    kernel("recurrent/scan", "SsmScan"),
-    kernel("recurrent/conv", "SsmConv"),
-    kernel("recurrent/", "GatedDelta,Ssm"),
-    kernel("attention/", "Attention"),
-    kernel("kernels/norm", "Norm"),
-    kernel("kernels/softmax", "Softmax"),
-    kernel("kernels/loss", "CrossEntropy,LogSoftmax"),
-    kernel("kernels/indexing", "Gather,ScatterAdd,TopK"),
-    kernel("kernels/lora", "Lora"),
-    kernel("kernels/sum", "Sum"),
-    kernel("kernels/rope", "Rope"),
-    kernel("kernels/layout", "Broadcast,Copy,Pad,Concat"),
-    kernel("matmul/experts", "Expert"),
-    kernel("matmul", "MatMul,Expert,Lora"),
-    kernel("crates/cpu/src/", ""),
+    Tests { of: "crates/graph/src/", run: GRAPH, ops: "", units: "" },
+    kernel("recurrent/delta", "GatedDelta", "recurrent prior_art kernels::tests"),
+    kernel("recurrent/scan", "SsmScan", "recurrent prior_art kernels::tests"),
+    kernel("recurrent/conv", "SsmConv", "recurrent prior_art kernels::tests"),
+    kernel("recurrent/", "SsmConv,GatedDelta,SsmScan", "recurrent prior_art kernels::tests"),
+    kernel("attention/", "AttentionBack,AttentionStats,Attention", "attention kernels::tests"),
+    kernel("kernels/norm", "Norm", "norm prior_art kernels::tests"),
+    kernel("kernels/softmax", "Softmax", "softmax prior_art kernels::tests"),
+    kernel("kernels/loss", "CrossEntropy,LogSoftmax", "loss prior_art kernels::tests"),
+    kernel("kernels/indexing", "Gather,ScatterAdd,TopK", "indexing prior_art kernels::tests"),
+    kernel("kernels/lora", "Lora", "lora prior_art kernels::tests"),
+    kernel("kernels/sum", "Sum", "sum prior_art kernels::tests"),
+    kernel("kernels/rope", "Rope", "rope prior_art kernels::tests"),
+    kernel("kernels/layout", "Broadcast,Copy,Pad,Concat", "layout prior_art kernels::tests"),
+    kernel("kernels/elementwise", ELEMENTWISE, "elementwise prior_art kernels::tests"),
+    kernel("matmul/experts", "Expert", "matmul prior_art kernels::tests"),
+    kernel("matmul", "MatMul,Expert", "matmul prior_art kernels::tests"),
+    kernel("crates/cpu/src/", "", ""),
 ];
 
 /// A mutant, its file and what became of it.
@@ -122,7 +128,9 @@ pub fn run(names: &[&str], again: bool) -> Result<(), String> {
     let not_tried = rewrite(&tree, &work, &files)?;
 
     let mut tried = Vec::new();
-    for (file, mutants) in &files {
+    let mut ordered: Vec<(&String, &Vec<Mutant>)> = files.iter().collect();
+    ordered.sort_by_key(|(file, _)| names.iter().position(|name| file.contains(name)));
+    for (file, mutants) in ordered {
         let tests = TESTS.iter().find(|t| file.contains(t.of));
         let tests = tests.ok_or_else(|| format!("no tests are known of {file}"))?;
         let able = mutants.iter().filter(|m| !not_tried.contains(&m.id));
@@ -282,7 +290,7 @@ struct Program {
     ops: &'static str,
 }
 
-fn build(tree: &Path, work: &Path, run: &str, ops: &'static str) -> Result<Program, String> {
+fn build(tree: &Path, work: &Path, run: &str, tests: &Tests) -> Result<Program, String> {
     let (test, own) = run.split_once(" -- ").unwrap_or((run, ""));
     let mut command = cargo(tree, work);
     command.args(["test", "--release", "--no-run", "--quiet", "--message-format", "json"]);
@@ -293,8 +301,10 @@ fn build(tree: &Path, work: &Path, run: &str, ops: &'static str) -> Result<Progr
     let program = made.filter(|m| m["profile"]["test"] == true).find_map(|m| {
         let manifest = PathBuf::from(m["manifest_path"].as_str()?);
         let path = PathBuf::from(m["executable"].as_str()?);
-        let arguments = own.split_whitespace().map(String::from).collect();
-        Some(Program { path, arguments, folder: manifest.parent()?.into(), ops })
+        let units = if test.ends_with("--lib") { tests.units } else { "" };
+        let own = own.split_whitespace().chain(units.split_whitespace());
+        let arguments = own.map(String::from).collect();
+        Some(Program { path, arguments, folder: manifest.parent()?.into(), ops: tests.ops })
     });
     program.ok_or_else(|| format!("cargo test {test} does not build with mutants"))
 }
@@ -335,7 +345,7 @@ fn survivors(tree: &Path, work: &Path, tried: &[Tried<'_>]) -> Result<HashSet<u3
         }
         let mut all = Vec::new();
         for run in tests.run {
-            let program = build(tree, work, run, tests.ops)?;
+            let program = build(tree, work, run, tests)?;
             let start = Instant::now();
             if !passes(&program, 0, Duration::from_secs(900))? {
                 return Err(format!("cargo test {run} fails without a mutant"));
@@ -358,7 +368,7 @@ fn survivors(tree: &Path, work: &Path, tried: &[Tried<'_>]) -> Result<HashSet<u3
                 Err(poisoned) => poisoned.into_inner(),
             };
             match found {
-                Ok(true) => {}
+                Ok(true) => println!("caught   {}", t.mutant.name),
                 Ok(false) => {
                     println!("SURVIVED {}", t.mutant.name);
                     done.0.insert(t.mutant.id);

@@ -16,7 +16,7 @@ mod unpack;
 use graph::{Arg, Call, DType, Needs, Op, Unsupported};
 
 use crate::dot::drive;
-use crate::job::{Input, Job, Scratch};
+use crate::job::{Input, Job, Scratch, scratch_bytes};
 use crate::pack::{Geometry, PANEL, UNIT};
 use float::{Float, Right, Strided};
 
@@ -184,15 +184,15 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
     };
     let kind = kind(a, b, tb, 2)?;
     let grid = grid(kind, a, b, &call.out, ta);
-    let scratch = match kind {
+    let floats = match kind {
         Kind::Packed => 0,
         Kind::Quantized => match Geometry::new(b.dtype, b.shape.dim(0), b.shape.cols()) {
-            Some(g) => quantized::scratch(&g, grid.rows),
+            Some(g) => quantized::scratch(&g, grid.rows) / 4,
             None => 0,
         },
-        Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels) * 4,
+        Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels),
     };
-    Ok(Needs { scratch })
+    Ok(Needs { scratch: scratch_bytes(&[floats]) })
 }
 
 /// A job's product: its kind, grid, and whether the operands are transposed.
