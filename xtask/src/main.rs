@@ -1,16 +1,20 @@
-//! Maintenance commands of the workspace: `cargo xtask real [--quick]` and
-//! `cargo xtask mutants [NAME]...`.
+//! Maintenance commands of the workspace: `cargo xtask real [--quick]`,
+//! `cargo xtask mutants [NAME]...` and `cargo xtask mutate [--again] FILE...`.
 //!
 //! `real` runs the tests that need the real models of the catalogue (`docs/testing.md` says what
 //! they hold), and fails when a model is not on this machine; `--quick` covers the default model
 //! alone, and of what the binary holds only its perplexity. `mutants` plants the faults of
 //! `mutants/`, all or those whose name contains a NAME, and fails where the tests find one not.
+//! `mutate` tries every mutant that `cargo mutants` makes of some files.
 
 mod mutants;
+mod mutate;
+mod schemata;
 
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "usage: cargo xtask real [--quick] | mutants [NAME]...";
+const USAGE: &str =
+    "usage: cargo xtask real [--quick] | mutants [NAME]... | mutate [--again] FILE...";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -19,6 +23,8 @@ fn main() -> ExitCode {
         ["real"] => real(false),
         ["real", "--quick"] => real(true),
         ["mutants", names @ ..] => mutants::run(names),
+        ["mutate", "--again", files @ ..] if !files.is_empty() => mutate::run(files, true),
+        ["mutate", files @ ..] if !files.is_empty() => mutate::run(files, false),
         _ => Err(USAGE.to_string()),
     };
     match result {

@@ -103,7 +103,7 @@ fn read(folder: &Path, names: &[&str]) -> Result<Vec<Mutant>, String> {
 
 /// Copies what git tracks. A file that is as it was keeps its time, so that builds of a later run
 /// begin where the last one ended.
-fn copy(root: &Path, tree: &Path) -> Result<(), String> {
+pub fn copy(root: &Path, tree: &Path) -> Result<(), String> {
     let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output();
     let listed = listed.map_err(|e| format!("cannot run git: {e}"))?;
     if !listed.status.success() {

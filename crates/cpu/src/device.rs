@@ -322,6 +322,8 @@ impl<'r> Run<'r> {
                 std::slice::from_raw_parts_mut(m.ptr().cast::<f32>(), m.len() / 4)
             });
             kernels::run_tile(job, tile, Scratch::new(scratch));
+            #[cfg(test)]
+            crate::job::guards::check();
         };
         if tiles - begin > 1 {
             return self.session.run(begin, tiles, self.stop, &run);

@@ -170,9 +170,14 @@ impl<'a> Scratch<'a> {
     /// The next `n` floats; the next call begins at a multiple of 64 bytes again.
     pub(crate) fn take(&mut self, n: usize) -> &'a mut [f32] {
         let memory = std::mem::take(&mut self.0);
-        let (taken, rest) = memory.split_at_mut(padded(n));
+        let (taken, rest) = memory.split_at_mut(padded(n) + GUARD);
         self.0 = rest;
-        &mut taken[..n]
+        let (taken, beyond) = taken.split_at_mut(n);
+        #[cfg(test)]
+        guards::put(taken, beyond);
+        #[cfg(not(test))]
+        let _ = beyond;
+        taken
     }
 }
 
@@ -183,5 +188,38 @@ pub(crate) const fn padded(n: usize) -> usize {
 
 /// Bytes of scratch for buffers of so many floats.
 pub(crate) fn scratch_bytes(buffers: &[usize]) -> usize {
-    buffers.iter().map(|&n| padded(n) * 4).sum()
+    buffers.iter().map(|&n| (padded(n) + GUARD) * 4).sum()
+}
+
+/// Floats behind every buffer that nobody may write; tests see to it.
+const GUARD: usize = if cfg!(test) { 64 } else { 0 };
+
+/// Kernels write through pointers: in tests, what a tile writes beyond one of its buffers is
+/// found after the tile, and what it reads of what the last tile left is NaN.
+#[cfg(test)]
+pub(crate) mod guards {
+    use std::cell::RefCell;
+
+    thread_local! {
+        static BEYOND: RefCell<Vec<(*const f32, usize)>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// The bits of what nobody writes.
+    const UNTOUCHED: u32 = 0x7fc0_5eed;
+
+    pub(super) fn put(buffer: &mut [f32], beyond: &mut [f32]) {
+        buffer.fill(f32::NAN);
+        beyond.fill(f32::from_bits(UNTOUCHED));
+        BEYOND.with_borrow_mut(|all| all.push((beyond.as_ptr(), beyond.len())));
+    }
+
+    /// Panics where this thread's tile wrote beyond a buffer.
+    pub(crate) fn check() {
+        for (start, n) in BEYOND.take() {
+            // SAFETY: the worker's scratch, which is as it was when the tile began.
+            let beyond = unsafe { std::slice::from_raw_parts(start, n) };
+            let written = beyond.iter().position(|x| x.to_bits() != UNTOUCHED);
+            assert_eq!(written, None, "a kernel wrote beyond its scratch");
+        }
+    }
 }

@@ -19,7 +19,7 @@ mod unpack;
 use graph::{Arg, Call, DType, Needs, Op, Unsupported};
 
 use crate::dot::drive;
-use crate::job::{Input, Job, Scratch};
+use crate::job::{Input, Job, Scratch, scratch_bytes};
 use crate::pack::{Geometry, PANEL, UNIT};
 use crate::simd::{Family, Isa};
 use float::{Float, Right, Strided};
@@ -227,20 +227,20 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
     };
     let kind = kind(a, b, tb, 2)?;
     let grid = grid(kind, a, b, &call.out, ta);
-    let scratch = match kind {
+    let floats = match kind {
         Kind::Packed => 0,
         Kind::Quantized => match Geometry::new(b.dtype, b.shape.dim(0), b.shape.cols()) {
-            Some(g) => quantized::scratch(&g, grid.rows),
+            Some(g) => quantized::scratch(&g, grid.rows) / 4,
             None => 0,
         },
-        Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels) * 4,
+        Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels),
         Kind::Bf16 => {
             let wide = bf16_grid(a, b, &call.out);
-            let of = |g: Grid| bf16::scratch(g.rows, g.panels.min(float::TILE_PANELS)) * 4;
+            let of = |g: Grid| bf16::scratch(g.rows, g.panels.min(float::TILE_PANELS));
             of(grid).max(of(wide))
         }
     };
-    Ok(Needs { scratch })
+    Ok(Needs { scratch: scratch_bytes(&[floats]) })
 }
 
 /// A job's product: its kind, grid, and whether the operands are transposed.

@@ -398,10 +398,7 @@ fn scan(g: &mut Graph, x: [NodeId; 7], dy: NodeId, name: &str, i: usize) -> Made
     let heads_each = (tile / states / columns_each).clamp(1, of_group.max(1));
     // Heads of an op, all of one group or those of whole groups.
     let most = heads_each * SCAN_TILES.max(all_heads * width / (2 * states));
-    let (groups_each, most) = match most < of_group {
-        true => (1, most),
-        false => (most / of_group.max(1), of_group),
-    };
+    let (groups_each, most) = ((most / of_group.max(1)).max(1), most.min(of_group));
     let mut by_groups = Joined::new(Some(if i == 2 { 0 } else { 1 }));
     for groups in runs(groups, groups_each) {
         let (b, c) = (cut(g, b, 1, &groups)?, cut(g, c, 1, &groups)?);

@@ -8,7 +8,7 @@ use reference::{Leaves, Mode, Reference, Value, eval};
 
 #[test]
 fn conforms() {
-    if let Err(report) = conformance(&Reference, 1) {
+    if let Err(report) = conformance(&Reference, 1, None) {
         panic!("{report}");
     }
 }
@@ -63,7 +63,7 @@ impl Device for Dense {
 
 #[test]
 fn a_device_that_reads_only_dense_operands_conforms() {
-    if let Err(report) = conformance(&Dense, 2) {
+    if let Err(report) = conformance(&Dense, 2, None) {
         panic!("{report}");
     }
 }

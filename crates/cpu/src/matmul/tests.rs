@@ -57,6 +57,7 @@ fn multiply(isa: Isa, op: Op, a: (Arg, Data<'_>), b: (Arg, Data<'_>), out: &[usi
             std::slice::from_raw_parts_mut(scratch.as_mut_ptr().cast(), needs.scratch.div_ceil(4))
         };
         run_tile(&job, tile, Scratch::new(floats));
+        crate::job::guards::check();
     }
     // SAFETY: as above.
     let all =

@@ -65,16 +65,18 @@ pub fn check_all(device: Option<&dyn Device>, seed: u64, filter: Option<&str>) -
 
 /// Checks that a device conforms: every case of every op, values and gradients, against the f64
 /// interpreter; that a run's high-water mark is what the plan says; and that a run repeated in
-/// the same arena, or stopped and resumed at every segment, gives the same bits.
+/// the same arena, or stopped and resumed at every segment, gives the same bits. Of all ops, or
+/// of those whose name contains `filter`, in any case.
 ///
 /// # Errors
 /// [`Nonconforming`] lists what failed.
 pub fn conformance(
     device: &dyn Device,
     seed: u64,
+    filter: Option<&str>,
 ) -> std::result::Result<Report, Box<Nonconforming>> {
     let what = Checks { rules: None, device: Some(device), segments: true };
-    let report = check(&what, seed, None, cases);
+    let report = check(&what, seed, filter, cases);
     if report.passed() { Ok(report) } else { Err(Box::new(Nonconforming(report))) }
 }
 

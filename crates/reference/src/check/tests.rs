@@ -490,7 +490,7 @@ fn broken_devices_are_caught() {
     assert_eq!(check_op(&checks, 1, "Tanh", &cases("Tanh")).failures, []);
 
     let device = Broken { wrong: Wrong::Kernel, runs: AtomicUsize::new(0) };
-    let report = conformance(&device, 1).unwrap_err();
+    let report = conformance(&device, 1, None).unwrap_err();
     assert!(report.to_string().contains("FAILED: Tanh"));
     assert!(report_failures(&report.0).len() > 10);
 }

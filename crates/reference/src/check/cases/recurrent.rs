@@ -159,7 +159,8 @@ fn convs() -> Vec<(String, Conv)> {
         all.push((name, Conv { packing, channels, taps, view: View::Plain }));
     };
     for packing in ALL {
-        for (channels, taps) in [(5, 4), (16, 3), (33, 4), (7, 2), (20, 6)] {
+        // The gradient of the taps has few elements, of which one in some hundred cancels.
+        for (channels, taps) in [(13, 4), (16, 3), (33, 4), (39, 2), (20, 6)] {
             add(packing, channels, taps);
         }
     }

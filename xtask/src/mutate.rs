@@ -1,0 +1,384 @@
+//! `cargo xtask mutate FILE...`: the mutants that `cargo mutants` makes of a file, all in one
+//! build, of which an environment variable chooses one.
+
+use std::collections::{BTreeMap, HashSet};
+use std::io::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::mutants::copy;
+use crate::schemata::{self, Mutant, Schemata};
+
+/// What the mutated crates ask.
+const MODULE: &str = "
+#[allow(missing_docs)]
+mod mutation {
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+    static CHOSEN: AtomicU32 = AtomicU32::new(u32::MAX);
+    #[cold]
+    #[inline(never)]
+    fn read() -> u32 {
+        let id = std::env::var(\"GRADUS_MUTANT\").map_or(0, |id| id.parse().unwrap_or(0));
+        CHOSEN.store(id, Relaxed);
+        id
+    }
+    #[inline(always)]
+    pub(crate) fn on(id: u32) -> bool {
+        let chosen = CHOSEN.load(Relaxed);
+        id == if chosen == u32::MAX { read() } else { chosen }
+    }
+}
+";
+
+/// Memory that a mutant may ask for, in KiB.
+const MEMORY: u32 = 8 << 20;
+
+/// Tests of a file, in this order: the first that fails ends them.
+struct Tests {
+    /// What the paths of the files end in, or a part of them.
+    of: &'static str,
+    /// Arguments of `cargo test`, then those of the test's own after `--`.
+    run: &'static [&'static str],
+    /// `GRADUS_OPS`: whose cases the conformance tests run.
+    ops: &'static str,
+    /// Which unit tests: all, or those whose names contain one of these words.
+    units: &'static str,
+}
+
+const GRAPH: &[&str] = &[
+    "-p gradus-graph --lib",
+    "-p gradus-graph --test vjp",
+    "-p gradus-graph --test pieces",
+    "-p gradus-reference --test vjp",
+    "-p gradus-reference --test programs",
+    "-p gradus-reference --lib -- check::tests::every_rule",
+];
+
+const KERNEL: &[&str] = &["-p gradus-cpu --test conformance", "-p gradus-cpu --lib"];
+
+const fn kernel(of: &'static str, ops: &'static str, units: &'static str) -> Tests {
+    Tests { of, run: KERNEL, ops, units }
+}
+
+const ELEMENTWISE: &str = "Add,Sub,Mul,Div,Min,Max,Neg,Abs,Sqr,Sqrt,Exp,Log1p,Log,Sin,Cos,Sigmoid,\
+                           Silu,Relu,Tanh,Gelu,Normal,Softplus,Step,Sign,Affine,Clamp,Fill,glu";
+
+/// The first that fits a file is its.
+const TESTS: &[Tests] = &[
+    Tests { of: "crates/graph/src/", run: GRAPH, ops: "", units: "" },
+    kernel("recurrent/delta", "GatedDelta", "recurrent prior_art kernels::tests"),
+    kernel("recurrent/scan", "SsmScan", "recurrent prior_art kernels::tests"),
+    kernel("recurrent/conv", "SsmConv", "recurrent prior_art kernels::tests"),
+    kernel("recurrent/", "SsmConv,GatedDelta,SsmScan", "recurrent prior_art kernels::tests"),
+    kernel("attention/", "AttentionBack,AttentionStats,Attention", "attention kernels::tests"),
+    kernel("kernels/norm", "Norm", "norm prior_art kernels::tests"),
+    kernel("kernels/softmax", "Softmax", "softmax prior_art kernels::tests"),
+    kernel("kernels/loss", "CrossEntropy,LogSoftmax", "loss prior_art kernels::tests"),
+    kernel("kernels/indexing", "Gather,ScatterAdd,TopK", "indexing prior_art kernels::tests"),
+    kernel("kernels/lora", "Lora", "lora prior_art kernels::tests"),
+    kernel("kernels/sum", "Sum", "sum prior_art kernels::tests"),
+    kernel("kernels/rope", "Rope", "rope prior_art kernels::tests"),
+    kernel("kernels/layout", "Broadcast,Copy,Pad,Concat", "layout prior_art kernels::tests"),
+    kernel("kernels/elementwise", ELEMENTWISE, "elementwise prior_art kernels::tests"),
+    kernel("matmul/experts", "Expert", "matmul prior_art kernels::tests"),
+    kernel("matmul", "MatMul,Expert", "matmul prior_art kernels::tests"),
+    kernel("crates/cpu/src/", "", ""),
+];
+
+/// A mutant, its file and what became of it.
+struct Tried<'a> {
+    mutant: &'a Mutant,
+    tests: &'static Tests,
+}
+
+/// Tries all mutants of some files, named by their paths or parts of them; with `again`, those
+/// that survived the last time.
+///
+/// # Errors
+/// A mutant that survived, tests that fail without one, and everything that keeps them from
+/// being tried.
+pub fn run(names: &[&str], again: bool) -> Result<(), String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("no workspace")?;
+    let work = std::env::temp_dir().join("gradus-mutate");
+    let tree = work.join("tree");
+    copy(root, &tree)?;
+    let last = std::fs::read_to_string(work.join("survived")).unwrap_or_default();
+    let last: HashSet<&str> = last.lines().collect();
+
+    let mut files: BTreeMap<String, Vec<Mutant>> = BTreeMap::new();
+    for (id, found) in (1..).zip(listed(&tree, names)?) {
+        let text = |key: &str| found[key].as_str().unwrap_or_default().to_string();
+        let place = |key: &str| found["span"]["start"][key].as_u64().unwrap_or(0) as usize;
+        let at = (place("line"), place("column"));
+        let (genre, replacement) = (text("genre"), text("replacement"));
+        let mutant = Mutant { id, name: text("name"), genre, at, replacement };
+        if !again || last.contains(&*mutant.name) {
+            files.entry(text("file")).or_default().push(mutant);
+        }
+    }
+    if files.is_empty() {
+        return Err(format!("there are no mutants of {names:?}"));
+    }
+    let not_tried = rewrite(&tree, &work, &files)?;
+
+    let mut tried = Vec::new();
+    let mut ordered: Vec<(&String, &Vec<Mutant>)> = files.iter().collect();
+    ordered.sort_by_key(|(file, _)| names.iter().position(|name| file.contains(name)));
+    for (file, mutants) in ordered {
+        let tests = TESTS.iter().find(|t| file.contains(t.of));
+        let tests = tests.ok_or_else(|| format!("no tests are known of {file}"))?;
+        let able = mutants.iter().filter(|m| !not_tried.contains(&m.id));
+        tried.extend(able.map(|mutant| Tried { mutant, tests }));
+    }
+    let survived = survivors(&tree, &work, &tried)?;
+
+    println!("\n{:<52} mutants  caught  survived  not tried", "file");
+    for (file, mutants) in &files {
+        let of = |ids: &HashSet<u32>| mutants.iter().filter(|m| ids.contains(&m.id)).count();
+        let (alive, not) = (of(&survived), of(&not_tried));
+        let caught = mutants.len() - alive - not;
+        println!("{file:<52} {:>7} {caught:>7} {alive:>9} {not:>10}", mutants.len());
+    }
+    let names = |ids: &HashSet<u32>| -> Vec<&str> {
+        let all = files.values().flatten().filter(|m| ids.contains(&m.id));
+        all.map(|m| m.name.as_str()).collect()
+    };
+    for name in names(&not_tried) {
+        println!("not tried: {name}");
+    }
+    let lines: String = names(&survived).iter().map(|name| format!("{name}\n")).collect();
+    std::fs::write(work.join("survived"), lines).map_err(|e| e.to_string())?;
+    match survived.len() {
+        0 => Ok(()),
+        n => Err(format!("{n} survived")),
+    }
+}
+
+/// cargo-mutants' mutants of the files whose paths contain one of `names`.
+fn listed(tree: &Path, names: &[&str]) -> Result<Vec<Value>, String> {
+    let mut command = cargo(tree, tree);
+    command.args(["mutants", "--list", "--json", "--workspace", "-d", "."]);
+    for name in names {
+        command.args(["-f", &format!("**/{}*", name.trim_end_matches('*'))]);
+    }
+    let output = command.stderr(Stdio::inherit()).output().map_err(|e| format!("cargo: {e}"))?;
+    let install = "`cargo mutants` (cargo install cargo-mutants --locked) gave no list";
+    serde_json::from_slice(&output.stdout).map_err(|e| format!("{install}: {e}"))
+}
+
+fn cargo(tree: &Path, work: &Path) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.current_dir(tree).env("CARGO_TARGET_DIR", work.join("target"));
+    command.env("CARGO_INCREMENTAL", "1").env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "64");
+    // Built sooner; the tests that are run are short.
+    command.env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1");
+    command
+}
+
+/// Writes the mutants into the tree. What does not compile is taken out again; those mutants.
+fn rewrite(
+    tree: &Path,
+    work: &Path,
+    files: &BTreeMap<String, Vec<Mutant>>,
+) -> Result<HashSet<u32>, String> {
+    let failed = |path: &Path, e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
+    let mut sources = BTreeMap::new();
+    let mut crates = HashSet::new();
+    for file in files.keys() {
+        let path = tree.join(file);
+        let source = std::fs::read_to_string(&path).map_err(|e| failed(&path, &e))?;
+        sources.insert(file.as_str(), source);
+        let (folder, _) = file.split_once("/src/").ok_or(format!("{file} is of no crate"))?;
+        crates.insert(folder);
+    }
+    for folder in &crates {
+        let path = tree.join(folder).join("src/lib.rs");
+        let mut file = std::fs::OpenOptions::new().append(true).open(&path);
+        let wrote = file.as_mut().map(|file| file.write_all(MODULE.as_bytes()));
+        wrote.map_err(|e| failed(&path, &e))?.map_err(|e| failed(&path, &e))?;
+    }
+    let mut dropped: HashSet<u32> = HashSet::new();
+    loop {
+        let mut written: BTreeMap<&str, Schemata> = BTreeMap::new();
+        for (&file, source) in &sources {
+            let path = tree.join(file);
+            let wanted = files[file].iter().filter(|m| !dropped.contains(&m.id));
+            let wanted: Vec<Mutant> = wanted.cloned().collect();
+            let made = schemata::write(source, &wanted).map_err(|e| failed(&path, &e))?;
+            std::fs::write(&path, &made.text).map_err(|e| failed(&path, &e))?;
+            dropped.extend(&made.unknown);
+            written.insert(file, made);
+        }
+        let errors = errors(tree, work, &crates)?;
+        if errors.is_empty() {
+            return Ok(dropped);
+        }
+        let before = dropped.len();
+        let mut first = String::new();
+        for (message, spans) in errors {
+            let blamed = spans.iter().find_map(|(file, bytes)| {
+                let blamed = written.get(file.as_str())?.blamed(bytes);
+                (!blamed.is_empty()).then_some(blamed)
+            });
+            match blamed {
+                Some(ids) => dropped.extend(ids),
+                None => first = message,
+            }
+        }
+        if dropped.len() == before {
+            return Err(format!("the mutated tree does not compile: {first}"));
+        }
+        println!("{} mutants do not compile in one text", dropped.len());
+    }
+}
+
+/// An error's text, and where it may lie, the likeliest place first.
+type CompilerError = (String, Vec<(String, Range<usize>)>);
+
+fn errors(
+    tree: &Path,
+    work: &Path,
+    crates: &HashSet<&str>,
+) -> Result<Vec<CompilerError>, String> {
+    let mut command = cargo(tree, work);
+    command.args(["check", "--release", "--lib", "--message-format", "json", "--quiet"]);
+    command.arg("--keep-going");
+    for folder in crates {
+        let name = folder.rsplit('/').next().unwrap_or(folder);
+        command.args(["-p", &format!("gradus-{name}")]);
+    }
+    let output = command.stderr(Stdio::null()).output().map_err(|e| format!("cargo: {e}"))?;
+    let mut errors = Vec::new();
+    for line in String::from_utf8_lossy(&output.stdout).lines() {
+        let Ok(line) = serde_json::from_str::<Value>(line) else { continue };
+        let message = &line["message"];
+        if message["level"] != "error" {
+            continue;
+        }
+        let mut spans: Vec<&Value> = message["spans"].as_array().into_iter().flatten().collect();
+        spans.sort_by_key(|s| s["is_primary"] != true);
+        let place = |span: &&Value| -> Option<(String, Range<usize>)> {
+            let byte = |key: &str| Some(span[key].as_u64()? as usize);
+            let range = byte("byte_start")?..byte("byte_end")?;
+            Some((span["file_name"].as_str()?.to_string(), range))
+        };
+        let text = message["rendered"].as_str().unwrap_or_default().to_string();
+        let places: Vec<_> = spans.iter().filter_map(place).collect();
+        // "aborting due to .." has no place.
+        if !places.is_empty() {
+            errors.push((text, places));
+        }
+    }
+    match output.status.success() || !errors.is_empty() {
+        true => Ok(errors),
+        false => Err("cargo check fails without an error in the tree".into()),
+    }
+}
+
+/// A test's program, its own arguments, and where it runs.
+struct Program {
+    path: PathBuf,
+    arguments: Vec<String>,
+    folder: PathBuf,
+    ops: &'static str,
+}
+
+fn build(tree: &Path, work: &Path, run: &str, tests: &Tests) -> Result<Program, String> {
+    let (test, own) = run.split_once(" -- ").unwrap_or((run, ""));
+    let mut command = cargo(tree, work);
+    command.args(["test", "--release", "--no-run", "--quiet", "--message-format", "json"]);
+    command.args(test.split(' ')).stderr(Stdio::null());
+    let output = command.output().map_err(|e| format!("cargo: {e}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let made = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let program = made.filter(|m| m["profile"]["test"] == true).find_map(|m| {
+        let manifest = PathBuf::from(m["manifest_path"].as_str()?);
+        let path = PathBuf::from(m["executable"].as_str()?);
+        let units = if test.ends_with("--lib") { tests.units } else { "" };
+        let own = own.split_whitespace().chain(units.split_whitespace());
+        let arguments = own.map(String::from).collect();
+        Some(Program { path, arguments, folder: manifest.parent()?.into(), ops: tests.ops })
+    });
+    program.ok_or_else(|| format!("cargo test {test} does not build with mutants"))
+}
+
+/// Whether a program's tests pass with a mutant; one that is not done in time does not.
+fn passes(program: &Program, mutant: u32, limit: Duration) -> Result<bool, String> {
+    let failed = |e: std::io::Error| format!("{}: {e}", program.path.display());
+    // A mutant may ask for more memory than there is.
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("ulimit -c 0; ulimit -v {MEMORY}; exec \"$0\" \"$@\"")]);
+    command.arg(&program.path).args(&program.arguments).current_dir(&program.folder);
+    command.env("GRADUS_MUTANT", mutant.to_string()).env("GRADUS_OPS", program.ops);
+    command.env("RUST_BACKTRACE", "0").stdin(Stdio::null());
+    if std::env::var_os("GRADUS_PROGRAMS").is_none() {
+        command.env("GRADUS_PROGRAMS", "1000");
+    }
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(failed)?;
+    let start = Instant::now();
+    loop {
+        match child.try_wait().map_err(failed)? {
+            Some(status) => return Ok(status.success()),
+            None if start.elapsed() > limit => {
+                child.kill().map_err(failed)?;
+                child.wait().map_err(failed)?;
+                return Ok(false);
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+/// Runs the tests once without a mutant, then once with each; those they did not find.
+fn survivors(tree: &Path, work: &Path, tried: &[Tried<'_>]) -> Result<HashSet<u32>, String> {
+    let mut programs: BTreeMap<&str, Vec<(Program, Duration)>> = BTreeMap::new();
+    for tests in tried.iter().map(|t| t.tests) {
+        if programs.contains_key(tests.of) {
+            continue;
+        }
+        let mut all = Vec::new();
+        for run in tests.run {
+            let program = build(tree, work, run, tests)?;
+            let start = Instant::now();
+            if !passes(&program, 0, Duration::from_secs(900))? {
+                return Err(format!("cargo test {run} fails without a mutant"));
+            }
+            let took = start.elapsed();
+            println!("{:>6.1} s without a mutant: GRADUS_OPS={} {run}", took.as_secs_f64(), tests.ops);
+            all.push((program, took * 5 + Duration::from_secs(5)));
+        }
+        programs.insert(tests.of, all);
+    }
+    let (next, done) = (AtomicUsize::new(0), Mutex::new((HashSet::new(), Ok(()))));
+    let work = || {
+        while let Some(t) = tried.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let mut all = programs[t.tests.of].iter();
+            let found = all.try_fold(false, |found, (program, limit)| {
+                Ok::<bool, String>(found || !passes(program, t.mutant.id, *limit)?)
+            });
+            let mut done = match done.lock() {
+                Ok(done) => done,
+                Err(poisoned) => poisoned.into_inner(),
+            };
+            match found {
+                Ok(true) => println!("caught   {}", t.mutant.name),
+                Ok(false) => {
+                    println!("SURVIVED {}", t.mutant.name);
+                    done.0.insert(t.mutant.id);
+                }
+                Err(e) => done.1 = Err(e),
+            }
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    let (survived, result) = done.into_inner().map_err(|e| e.to_string())?;
+    result.map(|()| survived)
+}
