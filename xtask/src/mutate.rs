@@ -242,11 +242,7 @@ fn rewrite(
 /// An error's text, and where it may lie, the likeliest place first.
 type CompilerError = (String, Vec<(String, Range<usize>)>);
 
-fn errors(
-    tree: &Path,
-    work: &Path,
-    crates: &HashSet<&str>,
-) -> Result<Vec<CompilerError>, String> {
+fn errors(tree: &Path, work: &Path, crates: &HashSet<&str>) -> Result<Vec<CompilerError>, String> {
     let mut command = cargo(tree, work);
     command.args(["check", "--release", "--lib", "--message-format", "json", "--quiet"]);
     command.arg("--keep-going");
@@ -351,7 +347,11 @@ fn survivors(tree: &Path, work: &Path, tried: &[Tried<'_>]) -> Result<HashSet<u3
                 return Err(format!("cargo test {run} fails without a mutant"));
             }
             let took = start.elapsed();
-            println!("{:>6.1} s without a mutant: GRADUS_OPS={} {run}", took.as_secs_f64(), tests.ops);
+            println!(
+                "{:>6.1} s without a mutant: GRADUS_OPS={} {run}",
+                took.as_secs_f64(),
+                tests.ops
+            );
             all.push((program, took * 5 + Duration::from_secs(5)));
         }
         programs.insert(tests.of, all);

@@ -86,9 +86,8 @@ pub fn write(source: &str, mutants: &[Mutant]) -> Result<Schemata, String> {
     }
     // What is put between two bytes comes before what begins there, and the outer before the
     // inner: a guard before its own operator.
-    sites.sort_by_key(|s| {
-        (s.range.start, !s.range.is_empty(), usize::MAX - s.range.end, !s.guards)
-    });
+    sites
+        .sort_by_key(|s| (s.range.start, !s.range.is_empty(), usize::MAX - s.range.end, !s.guards));
     let mut out = Writer { source, sites: &sites, text: String::new(), places: Vec::new() };
     out.range(0..source.len());
     Ok(Schemata { text: out.text, unknown, places: out.places })

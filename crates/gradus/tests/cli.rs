@@ -12,13 +12,14 @@ use common::{
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-const COMMANDS: [&str; 16] = [
+const COMMANDS: [&str; 19] = [
     "demo",
     "pull",
     "run",
     "chat",
     "serve",
     "train",
+    "plan",
     "eval",
     "data",
     "adapter",

@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use cpu::Cpu;
 use graph::{
-    Arena, Call, Device, Fault, GradPrecision, HostTensor, Leaf, Needs, Plan, Progress, Resident, Segment, Stop,
-    Unsupported,
+    Arena, Call, Device, Fault, GradPrecision, HostTensor, Leaf, Needs, Plan, Progress, Resident,
+    Segment, Stop, Unsupported,
 };
 use model::Model;
 use train::{Example, GraphConfig, TrainConfig, Trainer, Window};
@@ -130,8 +130,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let vocab = model.geometry().vocab;
     let tokens: Vec<u32> = (0..=window).map(|i| ((i * 7919 + 1000) % vocab) as u32).collect();
-    let windows =
-        [Window { examples: vec![Example { weights: vec![1.0; tokens.len()], tokens }] }];
+    let windows = [Window { examples: vec![Example { weights: vec![1.0; tokens.len()], tokens }] }];
     let mut trainer = Trainer::new(&model, config)?;
     let (clock, mut whole) = (Instant::now(), f64::INFINITY);
     for _ in 0..=PASSES {

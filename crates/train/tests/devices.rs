@@ -126,6 +126,7 @@ fn config(model: &Model) -> TrainConfig {
             cache: DType::F16,
             recompute: Recompute::None,
             placement: Policy::Fallback,
+            ..GraphConfig::default()
         },
         ..TrainConfig::default()
     }

@@ -424,13 +424,7 @@ impl<S: Dot, E: Element> Kernel<S> for Gather<E> {
 ///
 /// # Safety
 /// The tile must be one of a product with `w`.
-pub(super) unsafe fn transpose<S: Dot>(
-    s: S,
-    t: &Float<'_>,
-    w: Panels<'_>,
-    k: usize,
-    count: usize,
-) {
+pub(super) unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: usize, count: usize) {
     let g = w.geometry();
     let column = t.panels.start * PANEL;
     let columns = (t.panels.len() * PANEL).min(t.n - column);

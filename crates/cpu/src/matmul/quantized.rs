@@ -19,8 +19,8 @@ use std::ops::Range;
 use super::blocks;
 use super::codes::{Bytes, Codes, Planes, Quads, Table};
 use super::unpack::{ExpandScales, expand_quads};
-use crate::dot::{Dot, Driver, Kernel, MIDDLE, NARROW, WIDE, offset};
 use crate::dot::drive;
+use crate::dot::{Dot, Driver, Kernel, MIDDLE, NARROW, WIDE, offset};
 use crate::pack::{Geometry, PANEL, Panels, UNIT};
 use crate::simd::{Isa, LANES};
 

@@ -211,7 +211,9 @@ impl Unpack<'_> {
                     for line in (0..self.units * C::BYTES).step_by(64) {
                         s.prefetch(ahead.wrapping_add(at + line));
                     }
-                    s.prefetch(ahead.wrapping_add(self.weight.geometry().scales_at + self.unit * 32));
+                    s.prefetch(
+                        ahead.wrapping_add(self.weight.geometry().scales_at + self.unit * 32),
+                    );
                     self.panel::<C>(s, bytes.as_ptr(), to);
                 }
             }

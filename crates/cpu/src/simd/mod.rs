@@ -46,8 +46,7 @@ pub enum Family {
 
 impl Family {
     /// Every family, slowest first.
-    pub const ALL: [Family; 4] =
-        [Family::Portable, Family::Avx2, Family::Avx512, Family::Amx];
+    pub const ALL: [Family; 4] = [Family::Portable, Family::Avx2, Family::Avx512, Family::Amx];
 
     /// The name checkpoints and reports carry.
     pub fn name(self) -> &'static str {

@@ -172,7 +172,13 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         }
     };
     let from_0_to_1 = |v: f32| (0.0..=1.0).contains(&v);
-    let graph = GraphConfig { rows, cache: host.cache, recompute, grad_precision, ..GraphConfig::default() };
+    let graph = GraphConfig {
+        rows,
+        cache: host.cache,
+        recompute,
+        grad_precision,
+        ..GraphConfig::default()
+    };
     let config = TrainConfig {
         targets,
         weights,
