@@ -262,6 +262,23 @@ impl TemplateArgs {
     }
 }
 
+impl TemplateArgs {
+    /// The same for what may do without: why there is none, where the model has none and no other
+    /// was named.
+    ///
+    /// # Errors
+    /// When there is no built-in one of the name.
+    pub fn if_any<'m>(
+        &self,
+        model: &'m Model,
+    ) -> Result<std::result::Result<Cow<'m, ChatTemplate>, String>> {
+        match self.of(model) {
+            Err(e) if self.template.is_some() => Err(e),
+            template => Ok(template.map_err(|e| e.message())),
+        }
+    }
+}
+
 impl AdapterArgs {
     /// The adapter, if one is given.
     pub fn read(&self, model: &Model) -> Result<Option<Adapter>> {

@@ -119,7 +119,7 @@ impl DataArgs {
     /// # Errors
     /// Names the file, the row and the reason.
     pub fn load(&self, model: &Model, template: &TemplateArgs) -> Result<Dataset> {
-        let template = template.of(model).map_err(|e| e.message());
+        let template = template.if_any(model)?;
         let template = template.as_deref().map_err(String::as_str);
         self.rendered(model.tokenizer(), template)
     }

@@ -102,10 +102,12 @@ impl Show {
         let file = gguf::Gguf::open(&path)?;
         let tokenizer = Tokenizer::from_metadata(file.metadata())?;
         let template = match &self.template.template {
-            Some(name) => ChatTemplate::builtin(name, SpecialTokens::of(&tokenizer)),
-            None => ChatTemplate::from_metadata(file.metadata(), &tokenizer),
+            Some(name) => Ok(ChatTemplate::builtin(name, SpecialTokens::of(&tokenizer))?),
+            None => {
+                let template = ChatTemplate::from_metadata(file.metadata(), &tokenizer);
+                template.map_err(|e| e.to_string())
+            }
         };
-        let template = template.map_err(|e| e.to_string());
         let (_, arch) = model::arch::read(&file)?;
         let reading = ReadingArgs { skip_bad: true, ..self.reading.clone() };
         let args = DataArgs { data: self.files.clone(), window: self.window, reading };

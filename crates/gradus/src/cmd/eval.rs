@@ -162,7 +162,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let model = args.model.load()?;
     let adapter = args.adapter.read(&model)?;
-    let template = args.template.of(&model).map_err(|e| e.message());
+    let template = args.template.if_any(&model)?;
     let template = template.as_deref().map_err(String::as_str);
     let material = args.read(&model, template)?;
     let longest = material.examples.iter().map(|e| e.tokens.len()).max().unwrap_or(0);
@@ -207,9 +207,12 @@ impl Args {
         let mut material = Material { examples: Vec::new(), questions: Vec::new(), rows: 0 };
         let mut texts = false;
         let read = ::data::each(&self.data.data, &options, &mut |row: Row| {
-            material.examples.extend(renderer.examples(&row.content)?.examples);
+            let rendered = renderer.examples(&row.content)?;
+            material.examples.extend(rendered.examples);
             material.rows += 1;
-            let wanted = self.rows.is_none_or(|rows| rows.contains(material.rows as usize));
+            // What did not fit is not asked whole.
+            let wanted = !rendered.shortened;
+            let wanted = wanted && self.rows.is_none_or(|rows| rows.contains(material.rows as usize));
             texts |= matches!(row.content, Content::Text(_));
             if self.generate && wanted {
                 material.questions.extend(question(row, &self.data.data));
