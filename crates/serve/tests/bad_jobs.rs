@@ -112,7 +112,7 @@ fn kinds() -> Vec<Bad> {
             path: "/lora-adapters/load",
             body: load("foreign.gguf"),
             status: 400,
-            code: "invalid_input",
+            code: "adapter_architecture",
             names: "foreign.gguf",
         },
     ]

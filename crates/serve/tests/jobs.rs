@@ -124,7 +124,7 @@ fn what_cannot_be_trained_is_refused_by_name() {
     };
     type Bad<'b> = (&'b str, Code, &'b str, &'b dyn Fn(&mut TrainJob));
     let cases: [Bad<'_>; 9] = [
-        ("rank 0", Code::InvalidInput, "rank is 0", &|j| j.config.rank = 0),
+        ("rank 0", Code::InvalidInput, "is 0, expected 1 to 4096", &|j| j.config.rank = 0),
         ("rank 10^9", Code::InvalidInput, "1 to 4096", &|j| j.config.rank = 1_000_000_000),
         ("lr", Code::InvalidInput, "`lr`", &|j| j.config.lr = f32::NAN),
         ("target", Code::InvalidInput, "blk.0.attn_x", &|j| {
