@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import peft
+import peft.utils.transformers_weight_conversion as conversion
 import torch
 from safetensors.numpy import load_file
 
@@ -134,7 +135,10 @@ def main():
     args = args.parse_args()
     spec = importlib.util.spec_from_file_location("make_oracle", args.oracle)
     o = importlib.util.module_from_spec(spec)
+    # The oracle takes no part of PEFT's conversion of older names; here it is wanted.
+    converting = conversion.convert_peft_config_for_transformers
     spec.loader.exec_module(o)
+    conversion.convert_peft_config_for_transformers = converting
     convert = o.converter(args.llama_cpp.resolve())
     names = WRITTEN if not args.check else sorted(d.name for d in args.check.iterdir() if d.is_dir())
     for name in names:

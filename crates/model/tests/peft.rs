@@ -388,7 +388,7 @@ fn f54_wrong_kinds_of_file_have_codes_of_their_own() {
     });
     let Err(Error::Adapter { code: found, message }) = narrow else { panic!("read") };
     assert_eq!(found, Code::AdapterShape);
-    assert!(message.contains("lora_A.weight") && message.contains("[4, 32]"), "{message}");
+    assert!(message.contains("lora_A.weight") && message.contains("[4, 80]"), "{message}");
 
     let codes = [
         Code::AdapterSafetensors,
