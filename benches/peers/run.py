@@ -141,7 +141,7 @@ def main():
             sides = {
                 "gradus": [
                     *[args.gradus, "bench", "-m", model, "--train", "-p", window],
-                    *["-t", threads, "--json", "-r", "1"],
+                    *["-t", threads, "--json", "-r", "3"],
                 ]
             }
             for variant in args.variant or VARIANTS:
@@ -153,12 +153,23 @@ def main():
                 ]
             results = interleave(wanted(sides, args.side), args.runs)
             title = f"{name}: LoRA r 8 on all linear layers, 1x{window}, {threads} threads"
-            entry["train"] = {"runs": results, "summary": table(title, TRAIN, results)}
+            summary = table(title, TRAIN, results)
+            best(summary)
+            entry["train"] = {"runs": results, "summary": summary}
             show_build(results)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(report, file, indent=2)
             file.write("\n")
+
+
+def best(summary):
+    """Prints how the fastest peer compares, and in memory the smallest."""
+    ratios = {field: values["ratio"] for field, values in summary.items() if values["ratio"]}
+    for field, ratio in ratios.items():
+        peer = min(ratio, key=ratio.get)
+        what = "speed" if field == "train_tokens_per_s" else "memory"
+        print(f"  beside the best in {what}, {peer}: {ratio[peer]:.2f}")
 
 
 def wanted(sides, side):

@@ -10,8 +10,8 @@ use std::sync::OnceLock;
 
 use crate::simd::Avx512;
 
-/// The proof that the processor has AMX for int8 and bf16, that the system lets this process use
-/// it, and that the processor has AVX-512 with bf16 conversions.
+/// The proof that the processor has AMX for bf16, that the system lets this process use it, and
+/// that the processor has AVX-512 with bf16 conversions.
 #[derive(Copy, Clone)]
 pub(crate) struct Amx(Avx512);
 
@@ -43,12 +43,11 @@ impl Amx {
     }
 }
 
-/// Whether the processor has tiles, and their products of bf16 and of int8.
+/// Whether the processor has tiles, and their products of bf16.
 fn tiles_exist() -> bool {
     const BF16: u32 = 1 << 22;
     const TILE: u32 = 1 << 24;
-    const INT8: u32 = 1 << 25;
-    let all = BF16 | TILE | INT8;
+    let all = BF16 | TILE;
     std::arch::x86_64::__cpuid_count(7, 0).edx & all == all
 }
 
@@ -233,57 +232,21 @@ impl Tiles {
             );
         }
     }
+}
 
-    /// Products of signed bytes, one for each of `groups` groups and both panels of `b`:
-    /// `c[g][p] = a[g] b[p][g]`, i32 `[groups][2][16 rows][16]`. The groups of `a` are `group`
-    /// bytes apart in its rows, those of `b` `16 group` bytes, each `[group / 4][16][4]`.
-    ///
-    /// Takes tiles 0 and 1 for `c`, 4 for `a`, 6 and 7 for `b`.
-    ///
-    /// # Safety
-    /// Pointers and strides in bytes must reach what the configuration says. `groups` is not 0.
-    pub(crate) unsafe fn int8_groups(
-        &self,
-        c: *mut i32,
-        a: *const u8,
-        a_stride: usize,
-        b: [*const u8; 2],
-        group: usize,
-        groups: usize,
-    ) {
-        // SAFETY: the caller's.
-        unsafe {
-            asm!(
-                "3:",
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tileloadd tmm4, [{a} + {as_}*1]",
-                "tileloadd tmm6, [{b0} + {line}*1]",
-                "tileloadd tmm7, [{b1} + {line}*1]",
-                "tdpbssd tmm0, tmm4, tmm6",
-                "tdpbssd tmm1, tmm4, tmm7",
-                "tilestored [{c} + {line}*1], tmm0",
-                "tilestored [{c} + {line}*1 + 1024], tmm1",
-                "add {a}, {group}",
-                "add {b0}, {b_step}",
-                "add {b1}, {b_step}",
-                "add {c}, 2048",
-                "sub {groups}, 1",
-                "jnz 3b",
-                c = inout(reg) c => _,
-                a = inout(reg) a => _,
-                as_ = in(reg) a_stride,
-                b0 = inout(reg) b[0] => _,
-                b1 = inout(reg) b[1] => _,
-                group = in(reg) group,
-                b_step = in(reg) group * 16,
-                line = in(reg) 64usize,
-                groups = inout(reg) groups => _,
-                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-                options(nostack),
-            );
-        }
+/// Whether this thread's tiles are configured.
+#[cfg(test)]
+pub(crate) fn in_use(_: Amx) -> bool {
+    let mut config = Config::new([(0, 0); 8]);
+    // SAFETY: `Amx` is the proof that the instruction exists; it writes the 64 bytes.
+    unsafe {
+        asm!(
+            "sttilecfg [{config}]",
+            config = in(reg) std::ptr::from_mut(&mut config),
+            options(nostack, preserves_flags),
+        );
     }
+    config.palette != 0
 }
 
 impl Drop for Tiles {

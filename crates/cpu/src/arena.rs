@@ -37,6 +37,16 @@ fn field(meminfo: &str, name: &str) -> Option<usize> {
     kib.checked_mul(1024)
 }
 
+/// Asks for pages of megabytes where the memory has room for them: with small ones, reading a
+/// large weight or value at many places is mostly looking up where they are.
+pub(crate) fn prefer_huge_pages(map: &MmapMut) {
+    #[cfg(target_os = "linux")]
+    // A system that has none goes on with small ones.
+    let _ = map.advise(memmap2::Advice::HugePage);
+    #[cfg(not(target_os = "linux"))]
+    let _ = map;
+}
+
 /// Zeroed memory aligned to [`ALIGN`], given back to the system when dropped: mapped, since an
 /// allocator would keep what one thread took and another gives back.
 pub(crate) struct Memory {
@@ -64,6 +74,7 @@ impl Memory {
         // A map begins at a page.
         let mut map = MmapMut::map_anon(bytes).ok()?;
         let start = NonNull::new(map.as_mut_ptr())?;
+        prefer_huge_pages(&map);
         for at in (0..bytes).step_by(PAGE) {
             // SAFETY: inside of the map. Volatile, because the byte is 0 already and the point is
             // that the page is taken now, not while a plan runs.

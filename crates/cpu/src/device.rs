@@ -402,6 +402,17 @@ mod tests {
         }
     }
 
+    /// A system that keeps tiles to itself: the same kernels without them, and nobody complains.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn without_permission_there_is_no_amx() {
+        assert!(crate::amx::Amx::detect_with(|| false).is_none());
+        let (amx, widest) = (Family::Amx.is_available(), Isa::detect().family());
+        assert_eq!(amx, widest == Family::Amx);
+        let cpu = Cpu::new(1, None).unwrap();
+        assert_eq!(cpu.fast_bf16(), cpu.kernel_family() == Family::Amx);
+    }
+
     #[test]
     fn absurd_thread_counts_are_invalid() {
         for threads in [0, MAX_THREADS + 1, usize::MAX] {

@@ -274,7 +274,7 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             let x = a.bytes();
             let (weight, out_step) = (weight.panels(), grid.n);
             let tile = quantized::Forward { weight, x, rows, panels, out, out_step, scratch };
-            return tile.run_on(job.isa);
+            return drive(job.isa, tile);
         }
         (Kind::Bf16, Some(weight)) => {
             let floats = bf16::scratch(rows.len(), panels.len().min(float::TILE_PANELS));

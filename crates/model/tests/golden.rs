@@ -11,8 +11,7 @@ const ARCHITECTURES: [&str; 8] =
     ["gemma3", "llama", "mixtral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"];
 
 fn families() -> impl Iterator<Item = cpu::Family> {
-    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
-    all.into_iter().filter(|f| f.is_available())
+    cpu::Family::ALL.into_iter().filter(|f| f.is_available())
 }
 
 /// The worst relative error of any sequence's logits.

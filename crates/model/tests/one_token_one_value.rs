@@ -32,8 +32,7 @@ const FORMATS: [TensorType; 16] = [
 const TOKENS: usize = 300;
 
 fn families() -> impl Iterator<Item = cpu::Family> {
-    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
-    all.into_iter().filter(|f| f.is_available())
+    cpu::Family::ALL.into_iter().filter(|f| f.is_available())
 }
 
 fn toy(toy: &Toy, family: cpu::Family, threads: usize) -> Arc<Model> {

@@ -24,8 +24,7 @@ const ARCHITECTURES: [(&str, f64, f64); 8] = [
 ];
 
 fn families() -> impl Iterator<Item = cpu::Family> {
-    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
-    all.into_iter().filter(|f| f.is_available())
+    cpu::Family::ALL.into_iter().filter(|f| f.is_available())
 }
 
 fn window(golden: &Golden) -> Window {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gguf::TensorType;
-use graph::{DType, Recompute};
+use graph::{DType, GradPrecision, Recompute};
 use model::Model;
 use model::toy::Toy;
 use testkit::Random;
@@ -41,7 +41,13 @@ fn config(model: &Model, recompute: Recompute) -> TrainConfig {
         accumulate: 2,
         clip: 1.0,
         seed: 11,
-        graph: GraphConfig { rows: 64, cache: DType::F16, recompute, ..GraphConfig::default() },
+        graph: GraphConfig {
+            rows: 64,
+            cache: DType::F16,
+            recompute,
+            grad_precision: GradPrecision::fastest(&**model.device()),
+            ..GraphConfig::default()
+        },
         ..TrainConfig::default()
     }
 }

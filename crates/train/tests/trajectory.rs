@@ -94,8 +94,7 @@ fn walk(arch: &str, device: Arc<dyn Device>, steps: usize, nudged: bool) -> (Err
 }
 
 fn families() -> impl Iterator<Item = cpu::Family> {
-    let all = [cpu::Family::Portable, cpu::Family::Avx2, cpu::Family::Avx512];
-    all.into_iter().filter(|f| f.is_available())
+    cpu::Family::ALL.into_iter().filter(|f| f.is_available())
 }
 
 #[test]

@@ -257,7 +257,7 @@ fn multiply(
                 out_step: rows.step,
                 scratch: rows.scratch.cast(),
             };
-            return tile.run_on(job.isa);
+            return drive(job.isa, tile);
         }
         (Kind::Bf16, Some(matrix)) => {
             let tile = bf16::Bf16 {

@@ -11,18 +11,16 @@
 //!
 //! Groups are 32 elements, or 16 where the format's scales are per 16. Activations have a scale
 //! per 32 for every format: K-quants, too, where ggml has one per 256; it is finer and the same
-//! for all. Nothing of this depends on the number of rows, on blocking or on tiles, nor on the
-//! instructions that the integer sums are from: AMX where there is enough for it to do.
+//! for all. Nothing of this depends on the number of rows, on blocking or on tiles.
 
 use std::ops::Range;
 
 use super::blocks;
 use super::codes::{Bytes, Codes, Planes, Quads, Table};
 use super::unpack::{ExpandScales, expand_quads};
-use crate::dot::drive;
 use crate::dot::{Dot, Driver, Kernel, MIDDLE, NARROW, WIDE, offset};
 use crate::pack::{Geometry, PANEL, Panels, UNIT};
-use crate::simd::{Isa, LANES};
+use crate::simd::LANES;
 
 /// From this many rows on, a panel's codes are expanded to bytes once for all of them.
 const EXPAND_FROM: usize = 5;
@@ -50,16 +48,8 @@ struct Scratch {
     scales: usize,
     neg_mins: usize,
     bytes: usize,
-    /// Integer sums, for AMX.
-    sums: usize,
     end: usize,
 }
-
-/// Bytes for the integer sums.
-#[cfg(target_arch = "x86_64")]
-const SUMS: usize = super::tiles::INT8_SUMS;
-#[cfg(not(target_arch = "x86_64"))]
-const SUMS: usize = 0;
 
 /// For `rows` rows and blocks of `panels` panels.
 fn layout(g: &Geometry, rows: usize, panels: usize) -> Scratch {
@@ -69,34 +59,13 @@ fn layout(g: &Geometry, rows: usize, panels: usize) -> Scratch {
     let scales = line(rows * (units + groups) * 4);
     let neg_mins = scales + panels * groups * LANES * 4;
     let bytes = neg_mins + if g.has_min { panels * groups * LANES * 4 } else { 0 };
-    let sums = bytes + panels * units * 512;
-    Scratch { scales, neg_mins, bytes, sums, end: sums + SUMS }
+    let end = bytes + panels * units * 512;
+    Scratch { scales, neg_mins, bytes, end }
 }
 
 /// Scratch bytes of a tile of this many rows, for any family.
 pub(crate) fn scratch(g: &Geometry, rows: usize) -> usize {
     layout(g, rows, 2).end
-}
-
-impl Forward<'_> {
-    /// Runs the tile.
-    pub(crate) fn run_on(self, isa: Isa) {
-        match isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Amx(amx) if self.rows.len() >= super::tiles::INT8_ROWS => {
-                let at = layout(self.weight.geometry(), self.rows.len(), 2);
-                let scratch = super::tiles::Int8Scratch {
-                    terms: self.scratch.cast(),
-                    scales: self.scratch.wrapping_add(at.scales).cast(),
-                    neg_mins: self.scratch.wrapping_add(at.neg_mins).cast(),
-                    bytes: self.scratch.wrapping_add(at.bytes),
-                    sums: self.scratch.wrapping_add(at.sums).cast(),
-                };
-                super::tiles::int8(amx, &self, &scratch);
-            }
-            isa => drive(isa, self),
-        }
-    }
 }
 
 impl Driver for Forward<'_> {
@@ -187,12 +156,12 @@ impl Driver for Forward<'_> {
 /// What rows contribute besides their codes, in the order [`Product`] reads it: per unit, each
 /// row's scale; then per group of the unit, each row's `-offset * sum` (i32) or, for formats
 /// with minimums, `scale * sum` (f32).
-pub(super) struct Terms<'a> {
-    pub(super) geometry: &'a Geometry,
-    pub(super) offset: i32,
-    pub(super) x: *const u8,
-    pub(super) rows: usize,
-    pub(super) to: *mut u32,
+struct Terms<'a> {
+    geometry: &'a Geometry,
+    offset: i32,
+    x: *const u8,
+    rows: usize,
+    to: *mut u32,
 }
 
 impl<S: Dot> Kernel<S> for Terms<'_> {

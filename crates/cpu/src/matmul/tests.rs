@@ -243,7 +243,7 @@ fn tiles_do_not_change_bits() {
                         out_step: n,
                         scratch: scratch.as_mut_ptr().cast(),
                     };
-                    tile.run_on(isa);
+                    drive(isa, tile);
                 }
             }
             assert_eq!(out, whole, "{:?} tiles {rows} x {panels}", isa.family());
@@ -290,14 +290,14 @@ fn gradients_in_bf16_match_f64() {
             let weight = random_weight(dtype, n, k, 4);
             let w = pack(dtype, n, k, &weight);
             let rounded = |x: &f32| half::bf16::from_f32(*x);
-            let values: Vec<_> = dequantized(dtype, &weight, n * k).iter().map(rounded).collect();
+            let values: Vec<_> =
+                dequantized(dtype, &weight, n * k).iter().map(rounded).collect();
             let dy: Vec<_> = Random::new(6).floats(m * n).iter().map(rounded).collect();
             for isa in families() {
                 let a = memory(DType::BF16, &[m, n], &dy);
                 let got = multiply(isa, NN, a, resident(&w), &[m, k]);
-                let worst = error(&got, k, n, |i, j, l| {
-                    (dy[i * n + l].to_f64(), values[l * k + j].to_f64())
-                });
+                let worst =
+                    error(&got, k, n, |i, j, l| (dy[i * n + l].to_f64(), values[l * k + j].to_f64()));
                 // Measured: 3.4e-7.
                 assert!(worst < 1e-6, "{dtype} {:?} [{m}, {n}, {k}]: {worst:e}", isa.family());
                 // Alone and in company the same bits.
@@ -338,25 +338,23 @@ fn bf16_tiles_add_as_declared() {
     }
 }
 
-/// P5 over instructions: int8 sums are exact, so AMX and VNNI give the same bits.
+/// After a product no tile is in use, and a thread that used none has none.
+#[cfg(target_arch = "x86_64")]
 #[test]
-fn int8_tiles_and_vnni_give_the_same_bits() {
-    let (Some(tiles), Some(vnni)) = (Isa::of(Family::Amx), Isa::of(Family::Avx512)) else {
-        return;
-    };
-    for (dtype, block) in blocks_only() {
-        for (m, n, k) in
-            [(8, 16, block), (9, 33, 3 * block), (16, 48, 256), (47, 37, 768), (130, 200, 2048)]
-        {
-            let w = pack(dtype, n, k, &random_weight(dtype, n, k, (m + n) as u64));
-            let (x, _) = quantize(&Random::new(k as u64).floats(m * k), k);
-            let (a, b) = (quantized_product(tiles, &w, &x, m), quantized_product(vnni, &w, &x, m));
-            assert!(
-                a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits()),
-                "{dtype} {m} {n} {k}"
-            );
-        }
-    }
+fn tiles_are_released() {
+    let Some(isa @ Isa::Amx(amx)) = Isa::of(Family::Amx) else { return };
+    assert!(!crate::amx::in_use(amx));
+    let dtype = DType::Block(TensorType::Q4_0);
+    let w = pack(dtype, 40, 64, &random_weight(dtype, 40, 64, 1));
+    let dy = vec![half::bf16::ONE; 20 * 40];
+    multiply(isa, NN, memory(DType::BF16, &[20, 40], &dy), resident(&w), &[20, 64]);
+    assert!(!crate::amx::in_use(amx));
+    let one = crate::amx::Config::new([(16, 64); 8]);
+    let tiles = amx.configure(&one);
+    assert!(crate::amx::in_use(amx));
+    std::thread::spawn(move || assert!(!crate::amx::in_use(amx))).join().unwrap();
+    drop(tiles);
+    assert!(!crate::amx::in_use(amx));
 }
 
 #[test]

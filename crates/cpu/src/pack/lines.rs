@@ -3,14 +3,23 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
+use memmap2::MmapMut;
+
+use crate::arena::prefer_huge_pages;
+
 /// The alignment, in bytes: a cache line and a 512-bit vector.
 const LINE: usize = 64;
+
+/// From this size on memory is mapped, in large pages where there are any.
+const MAPPED: usize = 4 << 20;
 
 /// A fixed number of bytes, zero at first, aligned to 64. Pages are taken from the system when
 /// they are first written, so by the threads that pack.
 pub struct Lines {
     start: NonNull<u8>,
     len: usize,
+    /// Owns what `start` points to, if it is mapped.
+    map: Option<MmapMut>,
 }
 
 // SAFETY: `Lines` owns its memory, as a `Box<[u8]>` does.
@@ -22,12 +31,19 @@ impl Lines {
     /// `len` zeros; `None` when the system has no such memory.
     pub fn zeroed(len: usize) -> Option<Lines> {
         if len == 0 {
-            return Some(Lines { start: NonNull::dangling(), len });
+            return Some(Lines { start: NonNull::dangling(), len, map: None });
+        }
+        if len >= MAPPED {
+            // A map begins at a page.
+            let mut map = MmapMut::map_anon(len).ok()?;
+            prefer_huge_pages(&map);
+            let start = NonNull::new(map.as_mut_ptr())?;
+            return Some(Lines { start, len, map: Some(map) });
         }
         let layout = Layout::from_size_align(len, LINE).ok()?;
         // SAFETY: the layout's size is not 0.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Lines { start, len })
+        Some(Lines { start, len, map: None })
     }
 
     /// The bytes.
@@ -45,6 +61,9 @@ impl Lines {
 
 impl Drop for Lines {
     fn drop(&mut self) {
+        if self.map.is_some() {
+            return;
+        }
         if let (1.., Ok(layout)) = (self.len, Layout::from_size_align(self.len, LINE)) {
             // SAFETY: allocated in `zeroed` with this layout.
             unsafe { dealloc(self.start.as_ptr(), layout) }

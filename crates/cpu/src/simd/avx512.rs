@@ -128,6 +128,7 @@ impl Simd for Avx512 {
         fn fnma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fnmadd_ps(a, b, c);
         fn min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
         fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
+        fn times_power_of_two(a: __m512, n: __m512) -> __m512 = _mm512_scalef_ps(a, n);
         fn round_half_even(a: __m512) -> __m512 = _mm512_roundscale_ps::<NEAREST>(a);
         fn lt(a: __m512, b: __m512) -> __mmask16 = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b);
         fn eq(a: __m512, b: __m512) -> __mmask16 = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b);

@@ -19,12 +19,18 @@ pub(super) fn exp<S: Simd>(s: S, a: S::F32) -> S::F32 {
     p = s.fma(p, r, s.splat(1.666_666_5e-1));
     p = s.fma(p, r, s.splat(5.000_000_1e-1));
     let e = s.add(s.fma(p, s.mul(r, r), r), s.splat(1.0));
-    // 2^n in two factors: n reaches -150 and 128, where 2^n is no normal number.
+    s.times_power_of_two(e, n)
+}
+
+/// `a 2^n` for whole `n` in -150 ..= 128 and normal `a` near 1, rounded once: in two factors, as
+/// 2^n may be no normal number.
+#[inline(always)]
+pub(super) fn times_power_of_two<S: Simd>(s: S, a: S::F32, n: S::F32) -> S::F32 {
     let n = s.to_i32(n);
     let half = s.i32_shr::<1>(n);
     let low = exp2_int(s, half);
     let high = exp2_int(s, s.i32_sub(n, half));
-    s.mul(s.mul(e, low), high)
+    s.mul(s.mul(a, low), high)
 }
 
 /// `2^n` for `n` in -126 ..= 127.

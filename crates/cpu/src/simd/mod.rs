@@ -282,6 +282,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         self.i32_and(self.i32_shr::<16>(chosen), self.i32_splat(0xffff))
     }
 
+    /// `a 2^n` for whole `n` in -150 ..= 128 and `a` near 1, rounded once.
+    #[inline(always)]
+    fn times_power_of_two(self, a: Self::F32, n: Self::F32) -> Self::F32 {
+        math::times_power_of_two(self, a, n)
+    }
+
     /// `e^a`, within about 1 ulp: 0 at -inf, inf above 88.73, NaN at NaN, subnormal results
     /// kept.
     #[inline(always)]

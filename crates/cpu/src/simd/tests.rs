@@ -331,3 +331,36 @@ fn families_have_names() {
     }
     assert!(Isa::detect().family().is_available());
 }
+
+/// One instruction where there is one, and the same bits, down to what rounds to zero.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn powers_of_two_are_multiplied_alike() {
+    struct Scale(f32, f32);
+    impl Task for Scale {
+        type Out = [[f32; LANES]; 2];
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> Self::Out {
+            let (a, n) = (s.splat(self.0), s.splat(self.1));
+            let mut out = [[0.0; LANES]; 2];
+            // SAFETY: arrays of 16 elements.
+            unsafe {
+                s.store(out[0].as_mut_ptr(), s.times_power_of_two(a, n));
+                s.store(out[1].as_mut_ptr(), math::times_power_of_two(s, a, n));
+            }
+            out
+        }
+    }
+    for isa in Family::ALL.into_iter().filter_map(Isa::of) {
+        for n in -150..=128 {
+            for a in (0..64).map(|i| 0.7 + i as f32 * 0.011_37).chain([1.0, 1.414_213_6]) {
+                let [one, two] = isa.run(Scale(a, n as f32)).map(|v| v.map(f32::to_bits));
+                assert_eq!(one, two, "{a} 2^{n} {:?}", isa.family());
+            }
+        }
+        for a in [f32::NAN, f32::INFINITY] {
+            let [one, two] = isa.run(Scale(a, 3.0));
+            assert_eq!(one[0].is_nan(), two[0].is_nan(), "{a} {:?}", isa.family());
+        }
+    }
+}

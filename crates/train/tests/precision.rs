@@ -1,0 +1,119 @@
+//! Gradients that pass quantized weights in bf16: where they point, and what they leave alone.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
+
+use std::sync::Arc;
+
+use cpu::{Cpu, Family};
+use gguf::TensorType;
+use graph::GradPrecision::{Bf16, F32};
+use graph::{DType, GradPrecision, Recompute};
+use model::toy::Toy;
+use model::{Adapter, Model};
+use testkit::Random;
+use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window, select_targets};
+
+fn toy(arch: &'static str, ty: TensorType, family: Family, threads: usize) -> Model {
+    let device = Arc::new(Cpu::new(threads, Some(family)).unwrap());
+    let bytes = Toy::new(arch, ty, 3).gguf().unwrap();
+    Model::from_gguf(gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap(), device).unwrap()
+}
+
+fn families() -> impl Iterator<Item = Family> {
+    Family::ALL.into_iter().filter(|f| f.is_available())
+}
+
+/// The gradient of an adapter on everything that has learned something.
+fn measure(model: &Model, precision: GradPrecision, recompute: Recompute) -> Measured {
+    let targets = select_targets(model, &["all".into()]).unwrap();
+    let of_rank = targets.iter().map(|t| (t.as_str(), 4));
+    let mut adapter = Adapter::fresh(model, of_rank, 8.0, 1).unwrap();
+    let mut random = Random::new(9);
+    for b in adapter.tensors.values_mut().flat_map(|pair| &mut pair.b) {
+        *b = 0.05 * random.normal();
+    }
+    let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+    let tokens: Vec<u32> = (0..49).map(|_| random.below(320) as u32).collect();
+    let weights = vec![1.0; tokens.len()];
+    let window = Window { examples: vec![Example { tokens, weights }] };
+    let config = GraphConfig {
+        rows: 48,
+        cache: DType::F32,
+        recompute,
+        grad_precision: precision,
+        ..GraphConfig::default()
+    };
+    Gradients::new(model, config).unwrap().of(&window, 48.0, &parameters, &()).unwrap()
+}
+
+/// All gradients as one vector.
+fn flat(measured: &Measured) -> Vec<f64> {
+    measured.grads.values().flatten().map(|&g| f64::from(g)).collect()
+}
+
+fn cosine(a: &[f64], b: &[f64]) -> f64 {
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+#[test]
+fn gradients_in_bf16_point_where_those_of_f32_do() {
+    let formats = TensorType::ALL.into_iter().filter(|ty| ty.is_quantized());
+    let mut worst = 1.0f64;
+    for (i, ty) in formats.enumerate() {
+        for arch in ["llama", "gemma3", "qwen35", "qwen3moe"] {
+            // Every family takes every format once, the widest all architectures too.
+            for (j, family) in families().enumerate() {
+                if family != families().last().unwrap() && (i + j) % 4 != 0 && arch != "llama" {
+                    continue;
+                }
+                let model = toy(arch, ty, family, 2);
+                let exact = measure(&model, F32, Recompute::None);
+                let rounded = measure(&model, Bf16, Recompute::None);
+                assert_eq!(exact.loss, rounded.loss, "{arch} {ty} {family:?}: the loss moved");
+                let (exact, rounded) = (flat(&exact), flat(&rounded));
+                let off = 1.0 - cosine(&exact, &rounded);
+                worst = worst.min(1.0 - off);
+                assert!(off < 1e-4, "{arch} {ty} {family:?}: 1 - cosine = {off:e}");
+                assert!(exact != rounded, "{arch} {ty} {family:?}: nothing was rounded");
+            }
+        }
+    }
+    println!("the worst cosine is 1 - {:e}", 1.0 - worst);
+}
+
+#[test]
+fn gradients_through_float_weights_stay_f32() {
+    for ty in [TensorType::F32, TensorType::F16, TensorType::BF16] {
+        for family in families() {
+            let model = toy("llama", ty, family, 2);
+            let [exact, same] = [F32, Bf16].map(|p| measure(&model, p, Recompute::None));
+            assert_eq!(exact.grads, same.grads, "{ty} {family:?}");
+        }
+    }
+}
+
+#[test]
+fn threads_and_recomputation_do_not_change_gradients_in_bf16() {
+    for arch in ["gemma3", "qwen35moe"] {
+        for family in families() {
+            let one = toy(arch, TensorType::Q5K, family, 1);
+            let two = toy(arch, TensorType::Q5K, family, 2);
+            let whole = measure(&one, Bf16, Recompute::None);
+            assert_eq!(whole.grads, measure(&two, Bf16, Recompute::None).grads, "{family:?}");
+            assert_eq!(whole.grads, measure(&two, Bf16, Recompute::PerLayer).grads, "{family:?}");
+        }
+    }
+}
+
+/// Which family a run was made with is part of what it is: AMX adds up in an order of its own.
+#[test]
+fn amx_is_a_family_of_its_own_in_bf16_alone() {
+    let (amx, avx512) = (Family::Amx, Family::Avx512);
+    if !amx.is_available() {
+        return;
+    }
+    assert_ne!(amx.name(), avx512.name());
+    let of = |family, p| measure(&toy("llama", TensorType::Q4_1, family, 2), p, Recompute::None);
+    assert_eq!(of(amx, F32).grads, of(avx512, F32).grads);
+    assert_ne!(of(amx, Bf16).grads, of(avx512, Bf16).grads);
+}
