@@ -37,7 +37,7 @@ pub struct Recorder {
     folder: Option<RunFolder>,
     step: u64,
     early: bool,
-    /// When the last step ended.
+    /// When the last event came.
     before: f64,
 }
 
@@ -129,13 +129,14 @@ fn tell(error: Option<runs::Error>) {
 
 impl Watch for Recorder {
     fn event(&mut self, event: &Event, seconds: f64, memory: Option<u64>) {
+        // What is measured or written between two steps is no part of the second.
+        let before = std::mem::replace(&mut self.before, seconds);
         let Some(folder) = &mut self.folder else { return };
         let at = |step: u64, loss: f64| Evaluation { step, loss, accuracy: None };
         match event {
             Event::Step { step, epoch, loss, grad_norm, lr, rows } => {
                 self.step = *step;
-                let took = seconds - self.before;
-                self.before = seconds;
+                let took = seconds - before;
                 tell(folder.step(&Step {
                     step: *step,
                     epoch: *epoch,
