@@ -71,9 +71,8 @@ impl Memory {
         if bytes >= CHECKED && available().is_some_and(|have| bytes > have) {
             return None;
         }
-        // A map begins at a page.
-        let mut map = MmapMut::map_anon(bytes).ok()?;
-        let start = NonNull::new(map.as_mut_ptr())?;
+        let (mut map, offset) = mapped(bytes)?;
+        let start = NonNull::new(map.as_mut_ptr().wrapping_add(offset))?;
         prefer_huge_pages(&map);
         for at in (0..bytes).step_by(PAGE) {
             // SAFETY: inside of the map. Volatile, because the byte is 0 already and the point is
@@ -90,6 +89,17 @@ impl Memory {
     pub(crate) fn ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
+}
+
+/// A map with room for so many bytes, and where they begin in it: at a multiple of [`ALIGN`], as
+/// a map itself does.
+fn mapped(bytes: usize) -> Option<(MmapMut, usize)> {
+    // In tests nothing is behind them.
+    #[cfg(test)]
+    if let Some(fenced) = crate::testing::fenced(bytes.next_multiple_of(ALIGN)) {
+        return Some(fenced);
+    }
+    Some((MmapMut::map_anon(bytes).ok()?, 0))
 }
 
 /// The arena of the CPU device.
@@ -113,6 +123,14 @@ impl CpuArena {
     /// Notes that bytes up to `end` are written.
     pub(crate) fn wrote(&mut self, end: usize) {
         self.high_water = self.high_water.max(end);
+    }
+
+    /// What the bytes outside of a range are.
+    #[cfg(test)]
+    pub(crate) fn outside(&self, range: &Range<usize>) -> Vec<u8> {
+        // SAFETY: the arena's own bytes, which nobody writes while it is borrowed.
+        let all = unsafe { std::slice::from_raw_parts(self.memory.ptr(), self.memory.len()) };
+        [&all[..range.start], &all[range.end..]].concat()
     }
 
     /// The first byte.

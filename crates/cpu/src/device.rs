@@ -298,7 +298,14 @@ impl<'r> Run<'r> {
             if begin >= tiles {
                 continue;
             }
+            #[cfg(test)]
+            let (own, others) = {
+                let start = to as usize - arena.ptr() as usize;
+                (start..end, arena.outside(&(start..end)))
+            };
             let Outcome { left, panic } = self.tiles(&job, begin, tiles);
+            #[cfg(test)]
+            assert!(arena.outside(&own) == others, "{}: writes beyond its result", step.op.name());
             if let Some(what) = panic {
                 return Err(fault(&format!("{} panicked: {what}", step.op.name())));
             }

@@ -1,12 +1,15 @@
 //! Running graphs in tests.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use graph::{
     Arena, DType, Device, Fault, Graph, HostTensor, Leaf, NodeId, Plan, Progress, Resident,
     Segment, Shape, Stop, plan,
 };
+use memmap2::{MmapMut, MmapOptions};
 
 use crate::{Cpu, Family};
 
@@ -45,22 +48,43 @@ impl Random {
     }
 }
 
-/// A leaf's bytes, aligned to 8.
-pub(crate) struct Bytes(Vec<u64>, usize);
+/// Zeroed memory whose last byte is the last of a page behind which there is nothing: touching
+/// that ends the process. `None` of large sizes, and where the system has no such pages.
+pub(crate) fn fenced(bytes: usize) -> Option<(MmapMut, usize)> {
+    const FILE: usize = 1 << 30;
+    /// A multiple of any system's pages.
+    const PAGES: usize = 1 << 16;
+    static ZEROS: OnceLock<Option<File>> = OnceLock::new();
+    let zeros = ZEROS.get_or_init(|| {
+        // Pages beyond the end of a file can be mapped and not be touched.
+        let path = std::env::temp_dir().join(format!("gradus-fence-{}", std::process::id()));
+        let file = File::options().read(true).write(true).create_new(true).open(&path).ok()?;
+        std::fs::remove_file(path).ok()?;
+        file.set_len(FILE as u64).ok()?;
+        cfg!(unix).then_some(file)
+    });
+    let (pages, file) = (bytes.next_multiple_of(PAGES), zeros.as_ref()?);
+    let start = (FILE as u64).checked_sub(pages as u64)?;
+    // SAFETY: the file has no name: nobody else writes to it. The map is a copy.
+    let map = unsafe { MmapOptions::new().offset(start).len(pages + PAGES).map_copy(file) };
+    Some((map.ok()?, pages - bytes))
+}
+
+/// A leaf's bytes, aligned as their elements are, and fenced.
+pub(crate) struct Bytes(MmapMut, std::ops::Range<usize>);
 
 impl Bytes {
     pub(crate) fn new(bytes: &[u8]) -> Bytes {
-        let words = bytes.chunks(8).map(|c| {
-            let mut word = [0; 8];
-            word[..c.len()].copy_from_slice(c);
-            u64::from_ne_bytes(word)
-        });
-        Bytes(words.collect(), bytes.len())
+        let fenced = fenced(bytes.len());
+        let (mut map, start) =
+            fenced.unwrap_or_else(|| (MmapMut::map_anon(bytes.len().max(1)).unwrap(), 0));
+        let range = start..start + bytes.len();
+        map[range.clone()].copy_from_slice(bytes);
+        Bytes(map, range)
     }
 
     pub(crate) fn get(&self) -> &[u8] {
-        // SAFETY: the words are initialized and hold at least as many bytes.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.1) }
+        &self.0[self.1.clone()]
     }
 }
 
@@ -87,6 +111,12 @@ impl Case {
         let id = self.graph.weight(name, shape(dims), dtype).unwrap();
         self.values.insert(id, (dtype, shape(dims), Bytes::new(v)));
         id
+    }
+
+    /// Gives a leaf of the graph its value.
+    pub(crate) fn bind(&mut self, id: NodeId, bytes: &[u8]) {
+        let node = self.graph.node(id);
+        self.values.insert(id, (node.dtype, node.shape, Bytes::new(bytes)));
     }
 
     /// Takes a rewrite of the graph; its leaves keep the values of those of their names.

@@ -681,8 +681,7 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         Op::Gather if x_quantized => Not(QUANTIZED),
         Op::Gather => {
             let ids = arg(1);
-            if x_shape.rank() > 2 {
-                let rows = x_shape.dim(x_shape.rank() - 2);
+            if let &[_, .., rows, _] = x_shape.dims() {
                 let scatter = Op::ScatterAdd { rows };
                 return Is(Box::new(move |g, dy| g.push(scatter, &[ids, dy], &name)));
             }

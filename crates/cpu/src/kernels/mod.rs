@@ -7,6 +7,8 @@
 
 mod attention;
 mod elementwise;
+#[cfg(test)]
+mod fences;
 mod indexing;
 mod layout;
 mod lora;

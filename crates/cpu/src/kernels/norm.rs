@@ -201,11 +201,9 @@ impl Task for Forward<'_> {
             // SAFETY: row `row` of the result is this tile's; x's row and the weight are as long.
             unsafe {
                 let r = s.splat(inverse_rms(s, x, n, self.eps));
-                let mut i = 0;
-                while i < n {
+                for i in (0..n).step_by(LANES) {
                     let v = s.mul(s.load_first(x.add(i), n - i), r);
                     s.store_first(to.add(i), s.mul(v, s.load_first(w.add(i), n - i)), n - i);
-                    i += LANES;
                 }
             }
         }
@@ -234,20 +232,16 @@ impl Task for BackX<'_> {
             unsafe {
                 let r = inverse_rms(s, x, n, self.eps);
                 let mut dot = s.zero();
-                let mut i = 0;
-                while i < n {
+                for i in (0..n).step_by(LANES) {
                     let g = s.mul(s.load_first(w.add(i), n - i), s.load_first(dy.add(i), n - i));
                     dot = s.fma(g, s.load_first(x.add(i), n - i), dot);
-                    i += LANES;
                 }
                 let shrink = s.splat(r * r * (s.reduce_sum(dot) / n as f32));
                 let r = s.splat(r);
-                let mut i = 0;
-                while i < n {
+                for i in (0..n).step_by(LANES) {
                     let g = s.mul(s.load_first(w.add(i), n - i), s.load_first(dy.add(i), n - i));
                     let v = s.fnma(s.load_first(x.add(i), n - i), shrink, g);
                     s.store_first(to.add(i), s.mul(r, v), n - i);
-                    i += LANES;
                 }
             }
         }
@@ -283,8 +277,7 @@ impl Task for BackWeight<'_> {
                 // SAFETY: rows of x have `n` elements.
                 *r = unsafe { inverse_rms(s, x.row(row), n, self.eps) };
             }
-            let mut i = self.columns.start;
-            while i < self.columns.end {
+            for i in self.columns.clone().step_by(LANES) {
                 let k = self.columns.end - i;
                 // SAFETY: columns from `i` on, `k` of them, are this tile's, and rows of x and
                 // dy have them.
@@ -296,7 +289,6 @@ impl Task for BackWeight<'_> {
                     }
                     s.store_first(to.add(i), sum, k);
                 }
-                i += LANES;
             }
             block = end;
             if block >= count {

@@ -389,3 +389,50 @@ fn empty_operands_are_sums_of_nothing() {
         }
     }
 }
+
+/// P7: tiles of simple ops hold about 8,192 elements, and a quarter where each takes an
+/// exponential: few microseconds, whatever the shape. A stop is asked for after each.
+#[test]
+fn p7_tiles_hold_a_few_thousand_elements() {
+    use graph::{NormKind, SoftmaxAttrs, Unary};
+
+    let plain = CrossEntropyAttrs { weighted: false, softcap: None, scale: 1.0.into() };
+    let back = |wrt| Op::RmsNormBack { eps: 1e-5.into(), wrt };
+    let norm = Op::Norm { kind: NormKind::Layer, eps: 1e-5.into() };
+    let norm_back = Op::NormBack { kind: NormKind::Layer, eps: 1e-5.into() };
+    let (x, labels) = (&[512, 200][..], &[512][..]);
+    let ops: [(Op, &[&[usize]], usize); 15] = [
+        (Op::Unary(Unary::Neg), &[x], 13),
+        (Op::Softmax(SoftmaxAttrs::PLAIN), &[x], 52),
+        (Op::LogSoftmax, &[x], 52),
+        (Op::SoftmaxBack { scale: 1.0.into() }, &[x, x], 13),
+        (norm, &[x], 13),
+        (norm_back, &[x, x], 13),
+        (back(NormOperand::X), &[x, &[200], x], 13),
+        (Op::CrossEntropy(plain), &[x, labels], 13),
+        (Op::CrossEntropyBack(plain), &[x, labels, labels], 13),
+        (Op::Sum { dims: 0b10 }, &[x], 13),
+        // Vectors of 64 results.
+        (Op::Sum { dims: 0b01 }, &[x], 4),
+        (Op::Sum { dims: 0b101 }, &[&[64, 50, 40]], 17),
+        (Op::CumSum { dim: 1, reverse: false }, &[x], 13),
+        (Op::CumSum { dim: 0, reverse: false }, &[x], 13),
+        (Op::Copy, &[x], 13),
+    ];
+    let cpu = Cpu::new(1, None).unwrap();
+    for (op, operands, expected) in ops {
+        let mut case = Case::new();
+        let integer = |i: usize| i == 1 && operands[i] == labels;
+        let args: Vec<NodeId> = (0..operands.len())
+            .map(|i| match integer(i) {
+                true => case.ints(&format!("x{i}"), operands[i], &[3; 512]),
+                false => case.random(&format!("x{i}"), operands[i], &mut Random(i as u64)),
+            })
+            .collect();
+        let name = op.name();
+        let y = case.graph.push(op, &args, "y").unwrap();
+        let asked = Every::new(usize::MAX);
+        case.run_in_pieces(&cpu, &[y], &asked).unwrap();
+        assert_eq!(asked.0.into_inner(), expected, "tiles of {name}");
+    }
+}

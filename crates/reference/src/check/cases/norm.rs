@@ -4,7 +4,8 @@ use graph::{NormKind, NormOperand, Op, RopeAngles, RopeStyle, Sections, Yarn};
 
 use crate::check::{Cases, Expected, Fill, View};
 
-const SHAPES: [&[usize]; 6] = [&[40], &[1, 48], &[5, 17], &[3, 64], &[2, 3, 16], &[2, 2, 2, 9]];
+const SHAPES: [&[usize]; 7] =
+    [&[40], &[1, 48], &[5, 17], &[3, 64], &[2, 3, 16], &[2, 2, 2, 9], &[70, 9]];
 
 pub fn rms_norm(c: &mut Cases) {
     for eps in [1e-6, 1e-2] {

@@ -42,6 +42,27 @@ fn operands(
     Ok(args)
 }
 
+/// The operands of a softmax of `[2, 3, 5, 7]` with sinks, all but `x` laid out by `view`, the
+/// sinks as a column.
+fn sunk(
+    g: &mut CaseGraph,
+    x: graph::NodeId,
+    masked: bool,
+    view: View,
+) -> Result<Vec<graph::NodeId>, graph::Invalid> {
+    let mut args = vec![x];
+    if masked {
+        let mask = g.viewed("mask", &[5, 7], view, Fill::Between(-2.0, 0.0))?;
+        let leaf = g.graph.find_leaf("mask").unwrap_or(mask);
+        g.expect(leaf, g.refused());
+        args.push(mask);
+    }
+    let sinks = g.float("sinks", &[3, 2], Fill::Signed)?;
+    let sinks = g.graph.slice(sinks, 1, 1, 1)?;
+    args.push(g.graph.reshape(sinks, &[3])?);
+    Ok(args)
+}
+
 /// Without the one whose rows are equal logits: the gradient of what they repeat is a sum that
 /// is zero.
 fn views() -> impl Iterator<Item = View> {
@@ -68,6 +89,22 @@ pub fn softmax(c: &mut Cases) {
             let x = g.viewed("x", &[4, 6], view, Fill::Between(-2.0, 2.0))?;
             g.cotangent_viewed(&[4, 6], view)?;
             g.graph.softmax(x, "y")
+        });
+    }
+    c.add("masked, more batches than heads", |g| {
+        let x = g.float("x", &[4, 2, 3, 5], Fill::Between(-2.0, 2.0))?;
+        let mask = g.float("mask", &[4, 2, 3, 5], Fill::Between(-2.0, 0.0))?;
+        g.expect(mask, g.refused());
+        let attrs = SoftmaxAttrs { mask: true, ..SoftmaxAttrs::PLAIN };
+        g.graph.push(Op::Softmax(attrs), &[x, mask], "y")
+    });
+    for (masked, view) in [false, true].into_iter().flat_map(|m| views().map(move |v| (m, v))) {
+        let name = if masked { "masked, " } else { "" };
+        c.add(format!("{name}mask and sinks {view:?}"), move |g| {
+            let x = g.float("x", &[2, 3, 5, 7], Fill::Between(-2.0, 2.0))?;
+            let args = sunk(g, x, masked, view)?;
+            let attrs = SoftmaxAttrs { mask: masked, sinks: true, ..SoftmaxAttrs::PLAIN };
+            g.graph.push(Op::Softmax(attrs), &args, "y")
         });
     }
     c.add("a row of which most is masked away", |g| {
@@ -122,6 +159,7 @@ pub fn softmax_back(c: &mut Cases) {
 }
 
 pub fn softmax_sink_back(c: &mut Cases) {
+    softmax_sink_back_views(c);
     for (name, attrs, mask) in variants().into_iter().filter(|(_, attrs, _)| attrs.sinks) {
         c.add(name, move |g| {
             let x = g.float("x", &[2, 3, 5, 7], Fill::Between(-2.0, 2.0))?;
@@ -129,6 +167,21 @@ pub fn softmax_sink_back(c: &mut Cases) {
             args.push(g.float("y", &[2, 3, 5, 7], Fill::POSITIVE)?);
             args.push(g.float("dy", &[2, 3, 5, 7], Fill::POSITIVE)?);
             g.expect_all(g.refused());
+            g.graph.push(Op::SoftmaxSinkBack(attrs), &args, "dsinks")
+        });
+    }
+}
+
+fn softmax_sink_back_views(c: &mut Cases) {
+    for (masked, view) in [false, true].into_iter().flat_map(|m| views().map(move |v| (m, v))) {
+        let name = if masked { "masked, " } else { "" };
+        c.add(format!("{name}all {view:?}"), move |g| {
+            let x = g.viewed("x", &[2, 3, 5, 7], view, Fill::Between(-2.0, 2.0))?;
+            let mut args = sunk(g, x, masked, view)?;
+            args.push(g.viewed("y", &[2, 3, 5, 7], view, Fill::POSITIVE)?);
+            args.push(g.viewed("dy", &[2, 3, 5, 7], view, Fill::POSITIVE)?);
+            g.expect_all(g.refused());
+            let attrs = SoftmaxAttrs { mask: masked, sinks: true, ..SoftmaxAttrs::PLAIN };
             g.graph.push(Op::SoftmaxSinkBack(attrs), &args, "dsinks")
         });
     }
