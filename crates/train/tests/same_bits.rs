@@ -230,3 +230,51 @@ fn a_run_goes_on_from_an_adapter_and_its_optimizer() {
     assert!(half.adapter != once.adapter);
     assert!(whole.adapter == once.adapter && whole.optimizer == once.optimizer);
 }
+
+/// F31, F32: a step's loss is over all its tokens, however they are batched: lengths 3, 61, 7, 29
+/// as 4x1, 2x2 and 1x4 give one loss and one gradient.
+#[test]
+fn f31_batches_of_any_shape_have_one_loss_and_one_gradient() {
+    let lengths = [3, 61, 7, 29];
+    let mut random = Random::new(31);
+    let examples: Vec<Example> = lengths
+        .iter()
+        .map(|&n| Example {
+            tokens: (0..n).map(|_| random.below(320) as u32).collect(),
+            weights: vec![1.0; n],
+        })
+        .collect();
+    for arch in ["llama", "qwen3moe", "qwen35"] {
+        let model = toy(arch, TensorType::F32, 2);
+        let settings = TrainConfig {
+            clip: 0.0,
+            graph: GraphConfig { rows: 128, cache: DType::F32, ..GraphConfig::default() },
+            ..config(&model, Recompute::None)
+        };
+        // The gradient is what plain descent moves by.
+        let settings = TrainConfig {
+            method: train::Method::Sgd { momentum: 0.0 },
+            weight_decay: 0.0,
+            ..settings
+        };
+        let run = |split: &[&[usize]]| {
+            let mut trainer = Trainer::new(&model, settings.clone()).unwrap();
+            let windows: Vec<Window> = split.iter().map(|w| Window::of(&examples, w)).collect();
+            let (loss, norm) = trainer.step(&windows, 1.0).unwrap();
+            let adapter = trainer.parameters().adapter.clone().unwrap();
+            let moved: Vec<f64> =
+                adapter.tensors.values().flat_map(|t| &t.b).map(|&b| f64::from(b)).collect();
+            (loss, norm, moved)
+        };
+        let (loss, norm, whole) = run(&[&[0, 1, 2, 3]]);
+        let splits: [&[&[usize]]; 2] = [&[&[0, 1], &[2, 3]], &[&[0], &[1], &[2], &[3]]];
+        for split in splits {
+            let (l, n, other) = run(split);
+            assert!((l / loss - 1.0).abs() < 1e-7, "{arch}: {l} and {loss}");
+            assert!((n / norm - 1.0).abs() < 1e-6, "{arch}: {n} and {norm}");
+            let size = whole.iter().map(|g| g * g).sum::<f64>().sqrt();
+            let off = whole.iter().zip(&other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+            assert!(size > 0.0 && off / size < 1e-6, "{arch}: {}", off / size);
+        }
+    }
+}

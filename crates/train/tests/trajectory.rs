@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use graph::{DType, Device};
+use graph::{DType, Device, Recompute};
 use model::{Adapter, Model};
 use testkit::{Golden, fixture, relative_l2};
 use train::{
-    Example, GraphConfig, Method, Optimizer, Schedule, Start, TrainConfig, Trainer, Window,
+    Example, GraphConfig, Method, Optimizer, Schedule, Start, TrainConfig, Trainer, Walks, Window,
 };
 
 const ARCHITECTURES: [&str; 2] = ["llama", "qwen3_moe"];
@@ -52,9 +52,31 @@ fn examples(golden: &Golden) -> Vec<Example> {
     .collect()
 }
 
+/// How a step's sequences go through graphs, which leaves the mathematics as it is.
+#[derive(Copy, Clone, Debug)]
+struct How {
+    /// Sequences packed into a window; a step has four.
+    packed: usize,
+    recompute: Recompute,
+    /// Rows of a chunk, where windows are walked.
+    chunk: Option<usize>,
+}
+
+const PAIRS: How = How { packed: 2, recompute: Recompute::None, chunk: None };
+
 /// The worst errors of losses and norms over `steps` steps, and of the adapter after all. With
 /// `nudged` every number of the first adapter is the next one that f32 has.
 fn walk(arch: &str, device: Arc<dyn Device>, steps: usize, nudged: bool) -> (Errors, Adapter) {
+    walk_as(PAIRS, arch, device, steps, nudged)
+}
+
+fn walk_as(
+    how: How,
+    arch: &str,
+    device: Arc<dyn Device>,
+    steps: usize,
+    nudged: bool,
+) -> (Errors, Adapter) {
     let golden = Golden::read(&fixture(arch, "golden.safetensors")).unwrap();
     let model = Model::load(&fixture(arch, "model.gguf"), device).unwrap();
     let mut adapter = Adapter::read(&fixture(arch, "adapter.gguf"), &model).unwrap();
@@ -63,7 +85,12 @@ fn walk(arch: &str, device: Arc<dyn Device>, steps: usize, nudged: bool) -> (Err
     }
     let from = Some((adapter, Optimizer::new(Method::default(), config().weight_decay)));
     let start = Start { from, ..Start::default() };
-    let mut trainer = Trainer::start(&model, config(), start).unwrap();
+    let mut config = config();
+    config.graph.rows = how.chunk.unwrap_or(32 * how.packed);
+    config.graph.recompute = how.recompute;
+    let walks = |_| Walks { window: 32 * how.packed, horizon: 0, host_budget: 0 };
+    config.walks = how.chunk.map(walks);
+    let mut trainer = Trainer::start(&model, config, start).unwrap();
     let examples = examples(&golden);
     let list = |name: &str| golden.get(&format!("traj.{name}")).unwrap();
     let (losses, norms, lrs, order) = (list("loss"), list("grad_norm"), list("lr"), list("order"));
@@ -71,7 +98,8 @@ fn walk(arch: &str, device: Arc<dyn Device>, steps: usize, nudged: bool) -> (Err
     let relative = |ours: f64, golden: f64| ((ours - golden) / golden).abs();
     for (step, order) in order.chunks(4).enumerate() {
         let order: Vec<usize> = order.iter().map(|&i| i as usize).collect();
-        let windows: Vec<Window> = order.chunks(2).map(|w| Window::of(&examples, w)).collect();
+        let windows: Vec<Window> =
+            order.chunks(how.packed).map(|w| Window::of(&examples, w)).collect();
         let (loss, norm) = trainer.step(&windows, lrs[step] as f32).unwrap();
         if step >= steps {
             continue;
@@ -106,6 +134,30 @@ fn every_cpu_family_walks_as_pytorch_does() {
             println!("{arch}, {family:?}: {errors:?}");
             assert!(errors.loss < 1e-4 && errors.norm < 1e-4, "{arch}, {family:?}: {errors:?}");
             assert!(errors.adapter < 1e-3, "{arch}, {family:?}: {errors:?}");
+        }
+    }
+}
+
+/// Packing, accumulation, recomputation and chunks leave the mathematics as it is.
+#[test]
+fn however_its_windows_are_made_a_run_walks_as_pytorch_does() {
+    use Recompute::{None as Kept, PerLayer};
+    let device = || Arc::new(cpu::Cpu::new(2, None).unwrap());
+    for (packed, recompute, chunk) in [
+        (1, Kept, None),
+        (1, PerLayer, None),
+        (2, PerLayer, None),
+        (4, Kept, None),
+        (4, PerLayer, None),
+        (1, Kept, Some(16)),
+        (1, PerLayer, Some(8)),
+    ] {
+        let how = How { packed, recompute, chunk };
+        for arch in ["llama", "qwen3_moe"] {
+            let (errors, _) = walk_as(how, arch, device(), STEPS, false);
+            println!("{arch}, {how:?}: {errors:?}");
+            assert!(errors.loss < 1e-4 && errors.norm < 1e-4, "{arch}, {how:?}: {errors:?}");
+            assert!(errors.adapter < 1e-3, "{arch}, {how:?}: {errors:?}");
         }
     }
 }

@@ -290,14 +290,14 @@ fn gradients_in_bf16_match_f64() {
             let weight = random_weight(dtype, n, k, 4);
             let w = pack(dtype, n, k, &weight);
             let rounded = |x: &f32| half::bf16::from_f32(*x);
-            let values: Vec<_> =
-                dequantized(dtype, &weight, n * k).iter().map(rounded).collect();
+            let values: Vec<_> = dequantized(dtype, &weight, n * k).iter().map(rounded).collect();
             let dy: Vec<_> = Random::new(6).floats(m * n).iter().map(rounded).collect();
             for isa in families() {
                 let a = memory(DType::BF16, &[m, n], &dy);
                 let got = multiply(isa, NN, a, resident(&w), &[m, k]);
-                let worst =
-                    error(&got, k, n, |i, j, l| (dy[i * n + l].to_f64(), values[l * k + j].to_f64()));
+                let worst = error(&got, k, n, |i, j, l| {
+                    (dy[i * n + l].to_f64(), values[l * k + j].to_f64())
+                });
                 // Measured: 3.4e-7.
                 assert!(worst < 1e-6, "{dtype} {:?} [{m}, {n}, {k}]: {worst:e}", isa.family());
                 // Alone and in company the same bits.
