@@ -100,7 +100,7 @@ fn f19_eval_sees_what_an_adapter_learned() {
     let adapter = folder.file("facts.gguf");
     let mut train = vec!["train", "-m", &model, "--template", "plain", "--data", &data];
     train.extend(["-o", &adapter, "--window", "128", "--epochs", "400", "--rank", "16", "--json"]);
-    train.extend(["--lr", "3e-2", "--run-dir"]);
+    train.extend(["--lr", "1e-2", "--run-dir"]);
     let runs = folder.file("runs");
     train.push(&runs);
     let trained = json(&train);

@@ -13,9 +13,7 @@ use graph::{
 use model::Model;
 use model::toy::Toy;
 use testkit::Random;
-use train::{
-    Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, Walks, select_targets,
-};
+use train::{Example, GraphConfig, Schedule, Start, TrainConfig, Trainer, Walks, select_targets};
 
 /// A processor with a shortcoming.
 struct Odd {

@@ -212,7 +212,8 @@ impl Args {
             material.rows += 1;
             // What did not fit is not asked whole.
             let wanted = !rendered.shortened;
-            let wanted = wanted && self.rows.is_none_or(|rows| rows.contains(material.rows as usize));
+            let wanted =
+                wanted && self.rows.is_none_or(|rows| rows.contains(material.rows as usize));
             texts |= matches!(row.content, Content::Text(_));
             if self.generate && wanted {
                 material.questions.extend(question(row, &self.data.data));
