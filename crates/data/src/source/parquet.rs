@@ -67,10 +67,8 @@ pub(super) fn records(from: From, sink: &mut Sink<'_>) -> Result<(), Failure> {
 }
 
 fn hand_on(receiver: &Receiver<Item>, sink: &mut Sink<'_>) -> Result<(), Failure> {
-    let mut number = 0;
-    for item in receiver {
+    for (number, item) in (1..).zip(receiver) {
         let fields = item.map_err(io::Error::other)?;
-        number += 1;
         if sink(Raw { number, fields, cells: true })?.is_break() {
             break;
         }
