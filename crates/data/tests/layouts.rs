@@ -250,7 +250,7 @@ fn rows_of_another_layout_than_those_before_are_refused() {
     let folder = Folder::new("mixed");
     let text = "{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"text\": \"b\"}\n";
     let file = folder.write("a.jsonl", text);
-    let said = rows(&[file.clone()], &Options::default()).unwrap_err().to_string();
+    let said = rows(std::slice::from_ref(&file), &Options::default()).unwrap_err().to_string();
     assert!(said.contains("row 2: mixed_layouts: its layout is prompt, that of the rows before"));
     // Files have each their own.
     let other = folder.write("b.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
