@@ -1,5 +1,5 @@
 //! `gradus adapter` and `gradus merge` as their users meet them.
-#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests
+#![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)] // helpers of tests
 
 mod common;
 

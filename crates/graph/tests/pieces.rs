@@ -1,6 +1,11 @@
 //! Gradients of recurrences that several ops compute: how the work is cut, and what is copied.
 
-#![allow(clippy::unwrap_used, reason = "a test's helpers are tests")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test's helpers are tests"
+)]
 
 mod common;
 

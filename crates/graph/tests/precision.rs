@@ -1,5 +1,12 @@
 //! `grad_precision`: which products of a gradient graph take bf16.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test's helpers are tests"
+)]
+
 mod common;
 
 use gguf::TensorType;

@@ -308,8 +308,8 @@ impl Job<'_> {
         let b = lora.b.get(r * rank..(r + 1) * rank).ok_or_else(wrong)?;
 
         blocks::dequantize(info.ty, bytes, &mut scratch.weights)?;
-        let mut sums = Sums::default();
-        sums.weights = scratch.weights.iter().map(|&w| f64::from(w).powi(2)).sum();
+        let weights = scratch.weights.iter().map(|&w| f64::from(w).powi(2)).sum();
+        let mut sums = Sums { weights, ..Sums::default() };
         if b.iter().all(|&b| b == 0.0) && self.ty == info.ty {
             out.copy_from_slice(bytes);
             return Ok(sums);

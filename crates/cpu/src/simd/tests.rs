@@ -353,7 +353,9 @@ fn powers_of_two_are_multiplied_alike() {
     }
     for isa in Family::ALL.into_iter().filter_map(Isa::of) {
         for n in -150..=128 {
-            for a in (0..64).map(|i| 0.7 + i as f32 * 0.011_37).chain([1.0, 1.414_213_6]) {
+            for a in
+                (0..64).map(|i| 0.7 + i as f32 * 0.011_37).chain([1.0, std::f32::consts::SQRT_2])
+            {
                 let [one, two] = isa.run(Scale(a, n as f32)).map(|v| v.map(f32::to_bits));
                 assert_eq!(one, two, "{a} 2^{n} {:?}", isa.family());
             }

@@ -343,7 +343,7 @@ fn answers_that_are_of_no_use_are_errors_that_say_why() {
     let server = hub(one(10_000), move |_, _| {
         let mut busy = Reply::new(429, "");
         busy.headers.push(("Retry-After", "0".into()));
-        (count.fetch_add(1, Ordering::Relaxed) % 2 == 0).then_some(busy)
+        count.fetch_add(1, Ordering::Relaxed).is_multiple_of(2).then_some(busy)
     });
     assert!(pull(&server, "hf:acme/tiny", &Folder::new()).is_ok());
 }
