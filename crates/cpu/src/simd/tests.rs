@@ -327,7 +327,7 @@ fn lanes_move_and_fold_alike_in_every_family() {
 fn families_have_names() {
     assert!(Family::Portable.is_available());
     for f in Family::ALL {
-        assert!(f.name().starts_with(f.key()));
+        assert!(f.name().contains(f.key()));
     }
     assert!(Isa::detect().family().is_available());
 }
