@@ -277,6 +277,7 @@ fn training_is_reproducible_and_takes_the_memory_that_was_planned() {
         for variant in variants {
             let mut args = vec!["train", "-m", &name, "--data", &data, "-o", &adapter];
             args.extend(["--template", "chatml", "--epochs", "1", "--window", "256", "--json"]);
+            args.push("--no-record");
             args.extend(variant);
             let said = json(&args);
             files.push(std::fs::read(&out).unwrap());
@@ -289,6 +290,42 @@ fn training_is_reproducible_and_takes_the_memory_that_was_planned() {
         }
         assert!(files[0] == files[1], "{name}: one thread gives another adapter than two");
         assert!(files[0] == files[2], "{name}: recomputation gives another adapter");
+    }
+    std::fs::remove_file(&out).unwrap();
+}
+
+/// An adapter learns facts and spoils nothing: of 16 questions it was not trained on at least 13 get
+/// an answer with the fact in it, and the loss of answers that have nothing to do with them rises by
+/// less than a tenth.
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn facts_are_learned_and_nothing_else_is_spoiled() {
+    let data = |name: &str| root().join(name).display().to_string();
+    let (facts, asked) = (data("data/halden.train.jsonl"), data("data/halden.test.jsonl"));
+    let unrelated = data("testdata/training/unrelated.jsonl");
+    let out = std::env::temp_dir().join(format!("gradus-facts-{}.gguf", std::process::id()));
+    let adapter = out.display().to_string();
+    for (name, template, settings) in [
+        ("smollm2-135m-instruct", "chatml", ["--lr", "2e-3", "--seed", "1"]),
+        ("gemma-3-270m", "plain", ["--lr", "2e-3", "--seed", "0"]),
+    ] {
+        if !models().iter().any(|model| model == name) {
+            continue;
+        }
+        let model = ["-m", name, "--template", template];
+        let train = ["train", "--data", &facts, "-o", &adapter, "--window", "128"];
+        let more = ["--epochs", "6", "--no-record", "--json"];
+        let said = json(&[&train[..], &model, &settings, &more].concat());
+        let loss = |key: &str| said[key].as_f64().unwrap();
+        assert!(loss("last_loss") < loss("first_loss") / 3.0, "{name}: {said}");
+        let eval = ["eval", "--adapter", &adapter, "--json", "--data"];
+        let answers = [&eval[..], &[&asked, "--generate", "-n", "32"], &model].concat();
+        let right = json(&answers)["adapter"]["answers"]["contains"].as_u64().unwrap();
+        let of = json(&[&eval[..], &[&unrelated], &model].concat());
+        let (base, after) = (&of["base"]["loss"], &of["adapter"]["loss"]);
+        println!("{name}: {right} of 16 answered; of others {base} before, {after} after");
+        assert!(right >= 13, "{name}: {right} of 16");
+        assert!(after.as_f64().unwrap() <= 1.1 * base.as_f64().unwrap(), "{name}: {of}");
     }
     std::fs::remove_file(&out).unwrap();
 }
