@@ -370,10 +370,13 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.gradients.planned_bytes() + self.parameter_bytes()
     }
 
-    /// The part of [`Trainer::planned_bytes`] that depends on how many numbers move.
+    /// The part of [`Trainer::planned_bytes`] that depends on how many numbers move; after
+    /// [`Trainer::load`], since it counts steps.
     pub fn parameter_bytes(&self) -> usize {
         let kept = 1 + self.config.method.moments() + usize::from(self.config.keeps_best());
-        let copied = if self.checkpoint_every > 0 { kept } else { 0 };
+        // A run that ends before its first checkpoint copies nothing.
+        let comes = self.checkpoint_every > 0 && self.checkpoint_every <= self.steps;
+        let copied = if comes { kept } else { 0 };
         self.parameters.count() * 4 * (kept + 2 + copied)
     }
 
