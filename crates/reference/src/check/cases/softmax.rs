@@ -129,10 +129,12 @@ pub fn softmax(c: &mut Cases) {
 
 /// A loss of the softmax's own form, so that its gradient ops are reached with real operands.
 ///
-/// `dy` less its mean cancels somewhere, in about one element of a hundred: here and below there
-/// are some hundred, since two of two dozen would be too many.
+/// `dy` less its mean under `y` cancels somewhere, in about one element of a hundred: here and below
+/// there are some hundred, since two of two dozen would be too many. Rows of `y` sum to less
+/// than 1, as those of a softmax with a sink do: what is taken from so many `dy` is then small beside
+/// them, and its rounding smaller.
 fn back(g: &mut CaseGraph, x: View) -> Made {
-    let y = g.viewed("y", &[12, 18], x, Fill::POSITIVE)?;
+    let y = g.viewed("y", &[12, 18], x, shares(18))?;
     let dy = g.viewed("dy", &[12, 18], x, Fill::Signed)?;
     g.expect_all(Expected::Nothing);
     let refused = g.refused();
@@ -144,13 +146,18 @@ fn back(g: &mut CaseGraph, x: View) -> Made {
     g.graph.push(Op::SoftmaxBack { scale: 0.5.into() }, &[y, dy], "dx")
 }
 
+/// What a row of `n` is made of that sums to 0.5 .. 0.9.
+fn shares(n: usize) -> Fill {
+    Fill::Between(0.5 / n as f64, 0.9 / n as f64)
+}
+
 pub fn softmax_back(c: &mut Cases) {
     for view in [View::Plain].into_iter().chain(View::STRIDED) {
         c.add(format!("{view:?}"), move |g| back(g, view));
     }
     for dims in [&[165][..], &[5, 33], &[2, 3, 4, 5]] {
         c.add(format!("{dims:?}"), move |g| {
-            let y = g.float("y", dims, Fill::POSITIVE)?;
+            let y = g.float("y", dims, shares(dims.last().map_or(1, |n| *n)))?;
             let dy = g.float("dy", dims, Fill::Signed)?;
             g.expect_all(g.refused());
             g.graph.push(Op::SoftmaxBack { scale: 1.0.into() }, &[y, dy], "dx")
