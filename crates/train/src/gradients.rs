@@ -557,6 +557,13 @@ impl Parameters {
         adapter + self.weights.values().map(Vec::len).sum::<usize>()
     }
 
+    /// The length of the longest of [`Parameters::names`], whose gradient is read at once.
+    pub(crate) fn longest(&self) -> usize {
+        let pairs = self.adapter.iter().flat_map(|a| a.tensors.values());
+        let pairs = pairs.map(|pair| pair.a.len().max(pair.b.len()));
+        pairs.chain(self.weights.values().map(Vec::len)).max().unwrap_or(0)
+    }
+
     /// The leaf names of everything a gradient is taken of, in order.
     pub fn names(&self) -> Vec<String> {
         let mut names = Vec::new();

@@ -364,8 +364,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 
     /// Bytes that a run takes beside the model: arenas, what crosses between devices, and for each
-    /// number that moves itself, its gradient twice, its moments, the best so far where that is
-    /// kept, and all but the gradients once more where checkpoints are taken.
+    /// number that moves itself, its gradient, its moments, the best so far where that is kept, and
+    /// all but the gradient once more where checkpoints are taken; and one tensor's gradient of one
+    /// window, before it is added to those of others.
     pub fn planned_bytes(&self) -> usize {
         self.gradients.planned_bytes() + self.parameter_bytes()
     }
@@ -377,7 +378,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         // A run that ends before its first checkpoint copies nothing.
         let comes = self.checkpoint_every > 0 && self.checkpoint_every <= self.steps;
         let copied = if comes { kept } else { 0 };
-        self.parameters.count() * 4 * (kept + 2 + copied)
+        (self.parameters.count() * (kept + 1 + copied) + self.parameters.longest()) * 4
     }
 
     fn identity(&self) -> Identity {
