@@ -530,7 +530,7 @@ pub(crate) fn plan_of(model: &Model, config: &NetConfig) -> Result<(Plan, usize)
     let hidden = model.arch().hidden(&mut net)?;
     let logits = match config.logit_rows {
         0 => None,
-        n => net.logits(model.arch(), hidden, n)?.first().copied(),
+        n => net.logits(model.arch(), hidden, n, |_, logits| Ok(logits))?.pop(),
     };
     let mut outputs: Vec<NodeId> = net.kv.iter().flat_map(|&(k, v)| [k, v]).collect();
     outputs.extend(net.states.iter().map(|state| state.holder));

@@ -195,7 +195,7 @@ pub(crate) fn needs(source: &dyn TensorSource, arch: &dyn Architecture) -> Resul
     };
     let mut net = Net::new(source, &config);
     let hidden = arch.hidden(&mut net)?;
-    net.logits(arch, hidden, 1)?;
+    net.logits(arch, hidden, 1, |_, _| Ok(()))?;
     let mut projections = net.projections().clone();
     // The embedding that logits are tied to: an adapter would have to sit on both its uses.
     projections.remove("token_embd.weight");

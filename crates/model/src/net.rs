@@ -669,17 +669,19 @@ impl<'a> Net<'a> {
         Ok(self.graph.affine(x, cap, 0.0)?)
     }
 
-    /// The logits of the configured rows of `hidden [T, E]`, in pieces of at most `piece` rows:
-    /// a loss reads one piece at a time, so that `[L, vocab]` never exists whole.
+    /// The logits of the configured rows of `hidden [T, E]`, in pieces of at most `piece` rows,
+    /// and what `of` makes of each. A loss is made there, before the logits of the next piece are:
+    /// nodes run in the order they are made, and `[L, vocab]` never exists whole.
     ///
     /// # Errors
-    /// As [`crate::Architecture::logits`].
-    pub fn logits(
+    /// As [`crate::Architecture::logits`] and `of`.
+    pub fn logits<T>(
         &mut self,
         arch: &dyn crate::Architecture,
         hidden: NodeId,
         piece: usize,
-    ) -> Result<Vec<NodeId>> {
+        mut of: impl FnMut(&mut Graph, NodeId) -> Result<T>,
+    ) -> Result<Vec<T>> {
         let total = self.config.logit_rows;
         let rows = self.input("logit_rows", &[total])?;
         let all = self.graph.gather(hidden, rows, "logit_rows")?;
@@ -691,7 +693,7 @@ impl<'a> Net<'a> {
             self.head = Some((start, len));
             let logits = arch.logits(self, x);
             self.head = None;
-            pieces.push(logits?);
+            pieces.push(of(&mut self.graph, logits?)?);
             start += len;
         }
         Ok(pieces)

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Deref;
 
 use graph::{DType, Device, Graph, Leaf, NodeId, Op, Placed, Position, Shape, Stop, Workspace};
-use model::{EntryStates, Model, Net, NetConfig, PrefixShape, Weights};
+use model::{Architecture, EntryStates, Model, Net, NetConfig, PrefixShape, Weights};
 
 use super::memory::{Memory, Part};
 use super::{Gradients, Parameters};
@@ -101,16 +101,15 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let piece = (PIECE_BYTES / (model.geometry().vocab * 8)).clamp(16, 512);
         let mut net = Net::new(model.weights(), &net_config);
         let hidden = model.arch().hidden(&mut net)?;
-        let logits = match kind.labelled {
+        let losses = match kind.labelled {
             0 => Vec::new(),
-            _ => net.logits(model.arch(), hidden, piece)?,
+            _ => losses(&mut net, model.arch(), hidden, piece)?,
         };
         let links = match kind.earlier {
             Some(_) => links(&net, &names)?,
             None => Vec::new(),
         };
         let mut graph = net.graph;
-        let losses = losses(&mut graph, kind.labelled, &logits)?;
         let mut outputs: Vec<(Output, NodeId)> = Vec::new();
         outputs.extend(losses.iter().map(|l| (Output::Loss, l.0)));
         if kind.backward {
@@ -368,24 +367,24 @@ impl<M: Deref<Target = Model>> Gradients<M> {
 }
 
 /// The losses of pieces of rows, each with its rows' weights.
-fn losses(graph: &mut Graph, labelled: usize, logits: &[NodeId]) -> Result<Vec<(NodeId, NodeId)>> {
-    let mut losses: Vec<(NodeId, NodeId)> = Vec::new();
-    if logits.is_empty() {
-        return Ok(losses);
-    }
-    let rows = Shape::new(&[labelled])?;
-    let labels = graph.leaf("labels", rows, DType::I32)?;
-    let weights = graph.leaf("loss_weights", rows, DType::F32)?;
+fn losses(
+    net: &mut Net<'_>,
+    arch: &dyn Architecture,
+    hidden: NodeId,
+    piece: usize,
+) -> Result<Vec<(NodeId, NodeId)>> {
+    let rows = Shape::new(&[net.config().logit_rows])?;
+    let labels = net.graph.leaf("labels", rows, DType::I32)?;
+    let weights = net.graph.leaf("loss_weights", rows, DType::F32)?;
     let mut start = 0;
-    for &logits in logits {
+    Ok(net.logits(arch, hidden, piece, |graph, logits| {
         let len = graph.node(logits).shape.dim(0);
         let of = |g: &mut Graph, all| g.slice(all, 0, start, len);
         let (labels, weights) = (of(graph, labels)?, of(graph, weights)?);
-        let op = Op::CrossEntropy(graph::CrossEntropyAttrs::PLAIN);
-        losses.push((graph.push(op, &[logits, labels], "loss")?, weights));
         start += len;
-    }
-    Ok(losses)
+        let op = Op::CrossEntropy(graph::CrossEntropyAttrs::PLAIN);
+        Ok((graph.push(op, &[logits, labels], "loss")?, weights))
+    })?)
 }
 
 /// What later chunks read of one, in a fixed order: keys and values layer by layer, then states.

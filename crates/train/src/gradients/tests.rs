@@ -185,3 +185,27 @@ fn states_are_kept_as_memory_allows() {
     let error = bytes(most - 7 * state - 1).unwrap_err().to_string();
     assert!(error.contains("`walk_host_budget` is"), "{error}");
 }
+
+/// The logits of a piece of rows are gone before those of the next are there.
+#[test]
+fn logits_never_exist_whole() {
+    let model = toy("llama", 1);
+    let parameters = adapted(&model, "attn");
+    let config = GraphConfig { rows: 1536, cache: DType::F32, ..GraphConfig::default() };
+    let mut gradients = Gradients::new(&model, config).unwrap();
+    let placed = gradients.plan(&parameters).unwrap();
+    let steps: Vec<_> = placed.plans().flat_map(|(_, plan)| &plan.steps).collect();
+    let vocab = model.geometry().vocab;
+    let mut alive = 0;
+    let mut losses = 0;
+    for step in steps {
+        match step.op.name() {
+            "CrossEntropyBack" => alive -= 1,
+            "CrossEntropy" => losses += 1,
+            _ if step.out.arg.shape.dims() == [512, vocab] => alive += 1,
+            _ => {}
+        }
+        assert!(alive <= 1, "the logits of {alive} pieces at `{}`", step.name);
+    }
+    assert_eq!((losses, alive), (3, 0));
+}
