@@ -14,6 +14,7 @@ mod error;
 mod estimate;
 mod fit;
 mod gradients;
+mod held_out;
 mod moved;
 mod optimizer;
 mod step;

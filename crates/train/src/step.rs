@@ -1,10 +1,11 @@
 //! One optimizer step as work that can stop between any two tiles of a graph or any two tensors.
 
-use graph::{Search, Stop};
+use graph::Stop;
 use model::Model;
 use std::ops::Deref;
 
 use crate::gradients::Pass;
+use crate::held_out::Blame;
 use crate::moved::Moved;
 use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, Window};
 
@@ -16,8 +17,8 @@ enum Stage {
     Collect(usize),
     /// Add the squares of this parameter's gradient to the norm's.
     Norm(usize, f64),
-    /// Find what made the window give a number that is not finite, of which this says more.
-    Search(Box<Search>, String),
+    /// Find what made the window give a number that is not finite.
+    Search(Blame),
     /// Move this parameter.
     Move { at: usize, norm: f64, factor: f32 },
 }
@@ -137,7 +138,7 @@ impl Step {
                             Stage::Collect(i + 1)
                         }
                         Ok(false) => Stage::Collect(i + 1),
-                        Err(Error::NotFinite(why)) => Stage::Search(Box::default(), why),
+                        Err(Error::NotFinite(why)) => Stage::Search(self.blame(why, optimizer)),
                         Err(e) => return Err(e),
                     };
                 }
@@ -149,7 +150,7 @@ impl Step {
                         match gradients.loss(pass) {
                             Ok(loss) => self.loss += loss,
                             Err(Error::NotFinite(why)) => {
-                                self.stage = Stage::Search(Box::default(), why);
+                                self.stage = Stage::Search(self.blame(why, optimizer));
                                 continue;
                             }
                             Err(e) => return Err(e),
@@ -161,18 +162,11 @@ impl Step {
                     let more = self.window < self.windows.len();
                     self.stage = if more { Stage::Run } else { Stage::Norm(0, 0.0) };
                 }
-                Stage::Search(ref mut search, ref why) => {
-                    let step = optimizer.steps + 1;
-                    let Some(pass) = &self.pass else {
-                        return Err(Error::NotFinite(format!("step {step}: {why}")));
-                    };
-                    let Some(culprit) = gradients.search(pass, search, parameters, stop)? else {
-                        return Ok(None);
-                    };
-                    let first = culprit.map_or(String::new(), |culprit| {
-                        format!("; the first result that is not finite is that of {culprit}")
-                    });
-                    return Err(Error::NotFinite(format!("step {step}: {why}{first}")));
+                Stage::Search(ref mut blame) => {
+                    let lost = || Error::Stopped("a pass went missing".into());
+                    let pass = self.pass.as_ref().ok_or_else(lost)?;
+                    blame.advance(gradients, pass, parameters, stop)?;
+                    return Ok(None);
                 }
                 Stage::Norm(i, squares) => match self.sums.get(i) {
                     Some(sum) => {
@@ -207,6 +201,10 @@ impl Step {
                 return Ok(None);
             }
         }
+    }
+
+    fn blame(&self, why: String, optimizer: &Optimizer) -> Blame {
+        Blame::new(format!("step {}: {why}", optimizer.steps + 1))
     }
 
     /// What the gradient is multiplied by; checks all that could fail before anything moves.

@@ -8,7 +8,7 @@ use graph::{Device, Stop};
 use model::{Adapter, Model};
 
 use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
-use crate::gradients::Pass;
+use crate::held_out::HeldOut;
 use crate::moved::Moved;
 use crate::step::{Step, Stepped, total_weight};
 use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, TrainConfig, Window};
@@ -115,14 +115,7 @@ pub struct Start {
 enum Work {
     Next,
     Step(Box<Step>),
-    /// The loss of the examples held out: the next window, and the sum so far.
-    HeldOut {
-        /// After a pass over the data, or between two steps of one.
-        whole_epoch: bool,
-        window: usize,
-        pass: Option<Pass>,
-        loss: f64,
-    },
+    HeldOut(Box<HeldOut>),
     /// A snapshot, and the parameter it comes to next.
     Snapshot(Box<Snapshot>, usize),
     EarlyStop,
@@ -346,7 +339,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.examples = examples;
         self.next = (0, 0);
         self.work = match self.measure_first {
-            true => Work::HeldOut { whole_epoch: true, window: 0, pass: None, loss: 0.0 },
+            true => Work::HeldOut(Box::new(HeldOut::new(true))),
             false => Work::Next,
         };
         let parameters = self.parameters.count();
@@ -491,23 +484,18 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                     self.work = self.after_step();
                     return Ok(Advance::Event(event));
                 }
-                Work::HeldOut { whole_epoch, window, pass, loss } => {
-                    let (total, whole_epoch) = (total_weight(&self.held_out), *whole_epoch);
-                    let Some(next) = self.held_out.get(*window) else {
-                        let held_out = (!self.held_out.is_empty()).then_some(*loss);
-                        return Ok(Advance::Event(self.evaluated(whole_epoch, held_out)));
-                    };
-                    let Trainer { gradients, parameters, .. } = self;
-                    if pass.is_none() {
-                        *pass = Some(gradients.begin(next, total, true, parameters)?);
-                    }
-                    let Some(running) = pass else { continue };
-                    if !gradients.advance(running, parameters, stop)? {
+                Work::HeldOut(held_out) => {
+                    let windows = (&self.held_out[..], total_weight(&self.held_out));
+                    let Trainer { gradients, parameters, optimizer, .. } = self;
+                    let steps = optimizer.steps;
+                    let Some(loss) =
+                        held_out.advance(windows, gradients, parameters, steps, stop)?
+                    else {
                         return Ok(Advance::Stopped);
-                    }
-                    *loss += gradients.loss(running)?;
-                    *pass = None;
-                    *window += 1;
+                    };
+                    let whole_epoch = held_out.whole_epoch;
+                    let loss = (!self.held_out.is_empty()).then_some(loss);
+                    return Ok(Advance::Event(self.evaluated(whole_epoch, loss)));
                 }
                 Work::Snapshot(..) => {
                     if let Some(event) = self.snapshotting() {
@@ -534,7 +522,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let Some(windows) = self.epochs.get(epoch) else { return Work::Done };
         let rest = windows.get(window..).unwrap_or(&[]);
         let Some(chunk) = rest.chunks(self.config.accumulate).next() else {
-            return Work::HeldOut { whole_epoch: true, window: 0, pass: None, loss: 0.0 };
+            return Work::HeldOut(Box::new(HeldOut::new(true)));
         };
         let windows = chunk.iter().map(|w| Window::of(&self.examples, w)).collect();
         let factor = self.config.schedule.factor(self.steps(), self.steps, self.config.warmup);
@@ -551,7 +539,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let every = self.config.eval_every;
         let due = every > 0 && self.steps().is_multiple_of(every) && self.next.1 < windows;
         match due && !self.held_out.is_empty() {
-            true => Work::HeldOut { whole_epoch: false, window: 0, pass: None, loss: 0.0 },
+            true => Work::HeldOut(Box::new(HeldOut::new(false))),
             false => self.after_evaluation(),
         }
     }

@@ -31,8 +31,15 @@ impl Stop for Edges {
     }
 }
 
-/// What a run says whose adapter on one target is far too strong.
-fn said(model: &Model, target: &str, walks: Option<Walks>, stop: &dyn Stop) -> (String, usize) {
+/// What a run says whose adapter on one target is far too strong: in its first step, or, where some
+/// is `held_out`, in its evaluation before.
+fn said(
+    model: &Model,
+    target: &str,
+    walks: Option<Walks>,
+    held_out: bool,
+    stop: &dyn Stop,
+) -> (String, usize) {
     let config = TrainConfig {
         targets: train::select_targets(model, &["all".into()]).unwrap(),
         rank: 2,
@@ -51,7 +58,10 @@ fn said(model: &Model, target: &str, walks: Option<Walks>, stop: &dyn Stop) -> (
     pair.b.fill(3e38);
     let start = Start { from: Some((adapter, Optimizer::default())), fallback: None };
     let mut trainer = Trainer::start(model, config, start).unwrap();
-    trainer.load(examples(), Vec::new()).unwrap();
+    if held_out {
+        trainer.measure_first();
+    }
+    trainer.load(examples(), if held_out { examples() } else { Vec::new() }).unwrap();
     trainer.reserve().unwrap();
     let before = trainer.parameters().clone();
     let mut stops = 0;
@@ -75,17 +85,22 @@ fn the_first_op_that_is_not_finite_is_named() {
         ("qwen3moe", "blk.1.ffn_down_exps.weight"),
     ] {
         let model = toy(arch);
-        let (whole, _) = said(&model, target, None, &());
+        let (whole, _) = said(&model, target, None, false, &());
         assert!(whole.starts_with("step 1: "), "{whole}");
         let named = format!("Lora at `{target}`");
         let experts = format!("LoraExperts at `{target}`");
         assert!(whole.contains(&named) || whole.contains(&experts), "{arch}: {whole}");
         // Wherever it is stopped, it says the same, and it can be stopped often.
-        let (stopped, stops) = said(&model, target, None, &Edges(AtomicUsize::new(0)));
+        let (stopped, stops) = said(&model, target, None, false, &Edges(AtomicUsize::new(0)));
         assert_eq!(stopped, whole);
         assert!(stops > 100, "{arch}: {stops} edges");
         let walks = Walks { window: 64, horizon: 0, host_budget: 0 };
-        let (walked, _) = said(&model, target, Some(walks), &());
+        let (walked, _) = said(&model, target, Some(walks), false, &());
         assert!(walked.starts_with("step 1: ") && walked.contains(" at `"), "{arch}: {walked}");
+        let (evaluated, _) = said(&model, target, None, true, &());
+        assert!(evaluated.starts_with("after step 0, of what is held out the loss"), "{evaluated}");
+        assert!(evaluated.contains(&named) || evaluated.contains(&experts), "{arch}: {evaluated}");
+        let edges = Edges(AtomicUsize::new(0));
+        assert_eq!(said(&model, target, None, true, &edges).0, evaluated);
     }
 }

@@ -1,0 +1,102 @@
+//! The loss of what is held out, and what a number that is not finite came from.
+
+use std::ops::Deref;
+
+use graph::{Search, Stop};
+use model::Model;
+
+use crate::gradients::Pass;
+use crate::{Error, Gradients, Parameters, Result, Window};
+
+/// An evaluation under way.
+pub(crate) struct HeldOut {
+    /// After a pass over the data, or between two steps of one.
+    pub(crate) whole_epoch: bool,
+    window: usize,
+    loss: f64,
+    pass: Option<Pass>,
+    blame: Option<Blame>,
+}
+
+impl HeldOut {
+    pub(crate) fn new(whole_epoch: bool) -> HeldOut {
+        HeldOut { whole_epoch, window: 0, loss: 0.0, pass: None, blame: None }
+    }
+
+    /// Goes on until the mean loss of `windows`, whose weights sum to `total`, is known, or until
+    /// `stop` says so, which is `None`.
+    ///
+    /// # Errors
+    /// A fault, or a loss that is not finite, with what made it so.
+    pub(crate) fn advance<M: Deref<Target = Model>>(
+        &mut self,
+        (windows, total): (&[Window], f64),
+        gradients: &mut Gradients<M>,
+        parameters: &Parameters,
+        steps: u64,
+        stop: &dyn Stop,
+    ) -> Result<Option<f64>> {
+        while let Some(window) = windows.get(self.window) {
+            let pass = match &mut self.pass {
+                Some(pass) => pass,
+                none => none.insert(gradients.begin(window, total, true, parameters)?),
+            };
+            if let Some(blame) = &mut self.blame {
+                blame.advance(gradients, pass, parameters, stop)?;
+                return Ok(None);
+            }
+            if !gradients.advance(pass, parameters, stop)? {
+                return Ok(None);
+            }
+            match gradients.loss(pass) {
+                Ok(loss) => {
+                    self.loss += loss;
+                    self.pass = None;
+                    self.window += 1;
+                }
+                Err(Error::NotFinite(why)) => {
+                    let what = format!("after step {steps}, of what is held out {why}");
+                    self.blame = Some(Blame::new(what));
+                }
+                Err(e) => return Err(e),
+            }
+            if stop.should_stop() {
+                return Ok(None);
+            }
+        }
+        Ok(Some(self.loss))
+    }
+}
+
+/// A search for the first op of a pass whose result is not finite.
+pub(crate) struct Blame {
+    search: Box<Search>,
+    what: String,
+}
+
+impl Blame {
+    /// `what` says which number is not finite, and where.
+    pub(crate) fn new(what: String) -> Blame {
+        Blame { search: Box::default(), what }
+    }
+
+    /// Goes on until `stop` says so. The pass cannot go on after.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] when the search is at its end, naming what it found; or a fault.
+    pub(crate) fn advance<M: Deref<Target = Model>>(
+        &mut self,
+        gradients: &mut Gradients<M>,
+        pass: &Pass,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<()> {
+        let Some(culprit) = gradients.search(pass, &mut self.search, parameters, stop)? else {
+            return Ok(());
+        };
+        let first = culprit.map_or(String::new(), |culprit| {
+            format!("; the first result that is not finite is that of {culprit}")
+        });
+        Err(Error::NotFinite(format!("{}{first}", self.what)))
+    }
+}
