@@ -114,8 +114,7 @@ fn router(g: &mut CaseGraph, used: usize) -> Made {
     // Few experts and many rows, so that every expert is chosen: the shares do not depend on the
     // logit of one that is not.
     let (t, experts, n, k) = (12, if used == 8 { 8 } else { 3 }, 5, 6);
-    let x = g.float("x", &[t, k], Fill::Signed)?;
-    let gate = g.float("gate", &[experts, k], Fill::Signed)?;
+    let (x, gate) = decided(g, t, experts, k)?;
     let w = g.float("w", &[experts, n, k], Fill::Signed)?;
     let shares = |g: &mut CaseGraph, x: NodeId| -> Result<(NodeId, NodeId), graph::Invalid> {
         let graph = &mut g.graph;
@@ -136,6 +135,30 @@ fn router(g: &mut CaseGraph, used: usize) -> Made {
     let rows = g.graph.reshape(x, &[t, 1, k])?;
     let y = g.graph.project_experts(rows, w, ids)?;
     g.graph.mix_experts(y, shares)
+}
+
+/// Rows and a gate that tells experts apart in each: no small step changes who is chosen.
+fn decided(
+    g: &mut CaseGraph,
+    rows: usize,
+    experts: usize,
+    k: usize,
+) -> Result<(NodeId, NodeId), graph::Invalid> {
+    let mut signed = |n: usize| -> Vec<f32> {
+        (0..n).map(|_| (g.rng.sign() * g.rng.between(0.3, 1.7)) as f32).collect()
+    };
+    let gate = signed(experts * k);
+    let mut x: Vec<f32> = Vec::with_capacity(rows * k);
+    while x.len() < rows * k {
+        let row = signed(k);
+        let logit = |w: &[f32]| w.iter().zip(&row).map(|(w, x)| w * x).sum::<f32>();
+        let mut logits: Vec<f32> = gate.chunks(k).map(logit).collect();
+        logits.sort_by(f32::total_cmp);
+        if logits.windows(2).all(|pair| pair[1] - pair[0] > 0.02) {
+            x.extend(row);
+        }
+    }
+    Ok((g.given("x", &[rows, k], &x)?, g.given("gate", &[experts, k], &gate)?))
 }
 
 pub fn expert_outer(c: &mut Cases) {
