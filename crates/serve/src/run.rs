@@ -12,6 +12,7 @@ use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 use crate::engine_loop::{Command, Control, End, Progress, Run};
 use crate::pacing::Pacer;
 use crate::registry::Shadow;
+use crate::request;
 use crate::server::{Server, lock};
 use crate::status::{EpochStatus, Failure, State};
 use crate::{Durable, Error, JobPlan, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus};
@@ -367,8 +368,13 @@ impl Server {
         fallback: Option<&Arc<dyn graph::Device>>,
         allowed: usize,
     ) -> Result<String> {
-        let longest = setup.examples.iter().map(Example::rows).max().unwrap_or(0);
-        let nearest = train::nearest(&self.0.model, setup.config, fallback, longest, allowed)?;
+        let examples = setup.examples.iter().chain(setup.held_out);
+        let longest = examples.map(Example::rows).max().unwrap_or(0);
+        let TrainConfig { walks, graph, .. } = setup.config;
+        let window = walks.map_or(graph.rows, |walks| walks.window);
+        let may_chunk = |rows| request::is_chunk(rows, window);
+        let nearest =
+            train::nearest(&self.0.model, setup.config, fallback, longest, allowed, &may_chunk)?;
         let none = || "no window fits; adapt fewer layers or a lower rank".to_string();
         Ok(nearest.map_or_else(none, |nearest| nearest.in_words()))
     }

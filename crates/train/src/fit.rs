@@ -6,12 +6,15 @@ use std::sync::Arc;
 use graph::{Device, Recompute};
 use model::Model;
 
-use crate::{Result, Start, TrainConfig, Trainer};
+use crate::{Example, Result, Start, TrainConfig, Trainer, Walks};
+
+/// The smallest graph that is tried, in rows.
+const LEAST: usize = 16;
 
 /// Settings that fit, as near as possible to those that were asked for.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Nearest {
-    /// They differ in `graph.recompute` and `graph.rows` alone.
+    /// They differ in `graph.recompute`, `graph.rows` and `walks` alone.
     pub config: TrainConfig,
     /// The window is shorter than the longest example: what is longer has to be shortened.
     pub shortens: bool,
@@ -20,20 +23,31 @@ pub struct Nearest {
 }
 
 impl Nearest {
+    /// Rows of the window, and of its chunks where it is walked in such.
+    pub fn window(&self) -> (usize, Option<usize>) {
+        let rows = self.config.graph.rows;
+        match self.config.walks {
+            Some(walks) => (walks.window, Some(rows)),
+            None => (rows, None),
+        }
+    }
+
     /// The change, in words: "`recompute` with `window` 256 would fit".
     pub fn in_words(&self) -> String {
-        let rows = self.config.graph.rows;
+        let (window, chunk) = self.window();
+        let chunk = chunk.map_or(String::new(), |rows| format!(" and `chunk` {rows}"));
         let shorter = match self.shortens {
             true => ", for which examples have to be shortened",
             false => "",
         };
-        format!("`recompute` with `window` {rows} would fit{shorter}")
+        format!("`recompute` with `window` {window}{chunk} would fit{shorter}")
     }
 }
 
-/// Finds the nearest settings that take at most `allowed` bytes beside the model: recomputing
-/// layers first, since that changes no bit, then in smaller windows. `longest` is the rows of the
-/// longest example.
+/// Finds the nearest settings that take at most `allowed` bytes beside the model. Recomputing
+/// layers comes first, since that changes no bit; then smaller windows that still hold the longest
+/// example, of `longest` rows; then chunks of a window, which leave its gradient as it is, of rows
+/// that `may_chunk` says are allowed; and last windows that examples have to be shortened for.
 ///
 /// # Errors
 /// The refusal, where the run is refused at any size.
@@ -43,24 +57,50 @@ pub fn nearest<M: Deref<Target = Model> + Clone>(
     fallback: Option<&Arc<dyn Device>>,
     longest: usize,
     allowed: usize,
+    may_chunk: &dyn Fn(usize) -> bool,
 ) -> Result<Option<Nearest>> {
-    let mut config = config.clone();
-    config.graph.recompute = Recompute::PerLayer;
-    loop {
+    for (rows, walks) in candidates(config, longest, may_chunk) {
+        let mut config = TrainConfig { walks, ..config.clone() };
+        config.graph.recompute = Recompute::PerLayer;
+        config.graph.rows = rows;
         let start = Start { from: None, fallback: fallback.cloned() };
-        let bytes = Trainer::start(model.clone(), config.clone(), start)?.planned_bytes();
-        let rows = config.graph.rows;
+        let mut trainer = Trainer::start(model.clone(), config.clone(), start)?;
+        if walks.is_some() {
+            // What a walk keeps on its way is known when there is one.
+            let (tokens, weights) = (vec![0; longest + 1], vec![1.0; longest + 1]);
+            trainer.load(vec![Example { tokens, weights }], Vec::new())?;
+        }
+        let bytes = trainer.planned_bytes();
         if bytes <= allowed {
-            return Ok(Some(Nearest { config, shortens: rows < longest, bytes }));
+            let shortens = walks.is_none() && rows < longest;
+            return Ok(Some(Nearest { config, shortens, bytes }));
         }
-        if rows <= 16 {
-            return Ok(None);
-        }
-        // Not below the longest example before that one has been tried.
-        let half = (rows / 2).max(16);
-        config.graph.rows = match half < longest && longest < rows {
-            true => longest,
-            false => half,
-        };
     }
+    Ok(None)
+}
+
+/// Rows of a graph and the walk, from what was asked for on.
+fn candidates(
+    config: &TrainConfig,
+    longest: usize,
+    may_chunk: &dyn Fn(usize) -> bool,
+) -> Vec<(usize, Option<Walks>)> {
+    let rows = config.graph.rows;
+    let halves = |from: usize| {
+        let half = |&rows: &usize| (rows / 2 >= LEAST).then_some(rows / 2);
+        std::iter::successors(Some(from), half)
+    };
+    let mut all = vec![(rows, config.walks)];
+    let (whole, cut): (Vec<usize>, Vec<usize>) =
+        halves(rows).skip(1).partition(|&rows| rows >= longest);
+    all.extend(whole.into_iter().map(|rows| (rows, None)));
+    if LEAST < longest && longest < rows {
+        all.push((longest, None));
+    }
+    let window = config.walks.map_or(rows, |walks| walks.window);
+    let walks = config.walks.unwrap_or(Walks { window, horizon: 0, host_budget: 0 });
+    let chunks = cut.into_iter().filter(|&rows| may_chunk(rows));
+    all.extend(chunks.map(|rows| (rows, Some(walks))));
+    all.extend(halves(longest.min(rows)).skip(1).map(|rows| (rows, None)));
+    all
 }

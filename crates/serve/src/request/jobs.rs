@@ -217,6 +217,11 @@ fn window(fields: &mut Fields, host: &Host) -> Result<usize> {
     }
 }
 
+/// Whether a window can be walked in chunks of so many rows.
+pub(crate) fn is_chunk(rows: usize, window: usize) -> bool {
+    rows >= BLOCK && rows.is_multiple_of(BLOCK) && window.is_multiple_of(rows)
+}
+
 /// How a window is cut into graphs: their rows, and the walk where there are several. A chunk is
 /// the largest multiple of [`BLOCK`] that divides the window and is at most what was asked for.
 fn walks(fields: &mut Fields, window: usize) -> Result<(usize, Option<Walks>)> {
@@ -235,9 +240,8 @@ fn walks(fields: &mut Fields, window: usize) -> Result<(usize, Option<Walks>)> {
             }
         },
     };
-    let divides = |rows: &usize| window.is_multiple_of(*rows);
-    let blocks = (1..=asked.min(window) / BLOCK).rev().map(|n| n * BLOCK);
-    let chunk = blocks.into_iter().find(divides).unwrap_or(window);
+    let mut blocks = (1..=asked.min(window) / BLOCK).rev().map(|n| n * BLOCK);
+    let chunk = blocks.find(|&rows| is_chunk(rows, window)).unwrap_or(window);
     if chunk == window {
         for (field, set) in [("walk_horizon", horizon), ("walk_host_budget_mib", budget)] {
             if set.is_some_and(|n| n > 0) {

@@ -23,6 +23,7 @@ use crate::{Error, Result};
 
 pub use adapters::{alias, load_adapter, nothing, out};
 pub use chat::{Reply, chat, completion};
+pub(crate) use jobs::is_chunk;
 pub use jobs::{DEFAULT_PACING, learn, train};
 
 /// Most bytes of the body of a request for text.

@@ -177,7 +177,7 @@ impl<'a> Session<'a> {
                 drop(trainer);
                 let room = allowed.saturating_sub(plan.scratch) as usize;
                 let longest = longest.unwrap_or(0);
-                let fits = train::nearest(&self.model, &config, None, longest, room)?;
+                let fits = train::nearest(&self.model, &config, None, longest, room, &|_| true)?;
                 return Err(Error::over_budget(format!(
                     "the run needs {} beside the model, {} may be taken; {}",
                     bytes(plan.beside()),
@@ -185,12 +185,16 @@ impl<'a> Session<'a> {
                     fits.map_or_else(
                         || "no window fits: adapt fewer layers, or take a lower rank".to_string(),
                         |nearest| {
-                            let rows = nearest.config.graph.rows;
+                            let (window, chunk) = nearest.window();
+                            let chunk = chunk.map_or(String::new(), |n| format!(" --chunk {n}"));
                             let shorter = match nearest.shortens {
                                 true => ", with `--fit` for what is longer",
                                 false => "",
                             };
-                            format!("`--recompute per-layer --window {rows}` would fit{shorter}")
+                            format!(
+                                "`--recompute per-layer --window {window}{chunk}` would \
+                                 fit{shorter}"
+                            )
                         }
                     )
                 )));
