@@ -187,6 +187,20 @@ fn run() -> Result<()> {
                     g.push(Op::Attention(attrs), &args, "attention")
                 })?;
             }
+            time(&format!("Attention {name} {rows} rows and its gradients"), &|g, i| {
+                let args = attention(g, rows, shape, 0, i)?;
+                let args = args.get(..4).unwrap_or_default();
+                let y = g.push(Op::Attention(AttentionAttrs::new(0.125)), args, "attention")?;
+                let wrt = args.get(..3).unwrap_or_default();
+                let back = vjp(g, &[(y, y)], wrt).map_err(|e| Invalid::new(e.to_string()))?;
+                *g = back.graph;
+                let mut all = g.sum(y, &[0, 1, 2])?;
+                for grad in back.grads {
+                    let sum = g.sum(grad, &[0, 1, 2])?;
+                    all = g.add(all, sum)?;
+                }
+                Ok(all)
+            })?;
         }
     }
     Ok(())

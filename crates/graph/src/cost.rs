@@ -75,8 +75,8 @@ fn of_step(step: &Step) -> Cost {
         Op::LoraExperts { .. } => float(elements(3) * pairs(4) / dim(4, 0)),
         Op::LoraExpertsBack { .. } => float(2.0 * elements(2) * out / dim(1, 0).max(1.0)),
         Op::Attention(_) => float(2.0 * half_square(dim(0, 1), dim(0, 2))),
-        Op::AttentionStats(_) => float(half_square(dim(0, 1), dim(0, 2))),
-        Op::AttentionBack { .. } => float(3.0 * half_square(dim(0, 1), dim(0, 2))),
+        Op::AttentionQueryBack(_) => float(3.0 * half_square(dim(0, 1), dim(0, 2))),
+        Op::AttentionBack { .. } => float(4.0 * half_square(dim(0, 1), dim(0, 2))),
         Op::SsmScan
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)

@@ -277,7 +277,7 @@ const SCAN_TILE: usize = 2048;
 const SCAN_TILES: usize = 16;
 
 /// Gradient `i` of a flat tensor that holds one after the other.
-fn part_of(g: &mut Graph, all: NodeId, shapes: [Shape; 6], i: usize) -> Made {
+fn part_of(g: &mut Graph, all: NodeId, shapes: &[Shape], i: usize) -> Made {
     let start = shapes.iter().take(i).map(|s| s.elements()).sum();
     let shape = shapes.get(i).copied().unwrap_or(g.node(all).shape);
     let part = g.slice(all, 0, start, shape.elements())?;
@@ -366,7 +366,7 @@ fn delta_rule(
         let (v_shape, state_shape) = (g.node(v).shape, g.node(state).shape);
         let back = g.push(Op::GatedDeltaRuleBack(attrs), &operands, name)?;
         let shapes = [per_head, per_head, v_shape, gate_shape, beta_shape, state_shape];
-        let part = part_of(g, back, shapes, i)?;
+        let part = part_of(g, back, &shapes, i)?;
         all.push(g, part, columns.len() < width)?;
     }
     let all = all.done(g)?;
@@ -429,7 +429,7 @@ fn scan(g: &mut Graph, x: [NodeId; 7], dy: NodeId, name: &str, i: usize) -> Made
                 let sequences = state_shape.dim(0);
                 let (a, b) = (several(a, sequences)?, several(b, parts)?);
                 let [x, dt, state] = [x, dt, state].map(|x| g.node(x).shape);
-                let mut part = part_of(g, back, [x, dt, a, b, b, state], i)?;
+                let mut part = part_of(g, back, &[x, dt, a, b, b, state], i)?;
                 if (2..5).contains(&i) {
                     let dims = g.node(part).shape;
                     part = g.sum(part, &[0])?;
@@ -856,35 +856,43 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         // ---- attention
         Op::Attention(attrs) => {
             let attrs = *attrs;
-            let sinks = usize::from(attrs.sinks);
-            let wrt = match i {
-                0 => AttentionOperand::Q,
-                1 => AttentionOperand::K,
-                2 => AttentionOperand::V,
-                4 if attrs.sinks => AttentionOperand::Sinks,
+            // The first of the pages.
+            let pages = 4 + usize::from(attrs.sinks);
+            match i {
+                0..=2 => {}
+                4 if attrs.sinks => {}
                 // Straight through where pages are not f32.
-                _ if attrs.prefix && i == 4 + sinks => AttentionOperand::KPages,
-                _ if attrs.prefix && i == 5 + sinks => AttentionOperand::VPages,
+                _ if attrs.prefix && (i == pages || i == pages + 1) => {}
                 _ => return Not(INDEX),
-            };
+            }
             Is(Box::new(move |g, dy| {
                 let (q, k, v, seqs) = (arg(0), arg(1), arg(2), arg(3));
                 let rest = args.get(4..).unwrap_or(&[]);
-                let mut operands = vec![q, k, seqs];
-                let v_pages = 1 + sinks;
-                let of_stats = rest.iter().enumerate().filter(|(p, _)| *p != v_pages);
-                operands.extend(of_stats.map(|(_, n)| n));
-                let lse = g.push(Op::AttentionStats(attrs), &operands, &name)?;
                 let weighted = g.mul(dy, y)?;
                 let delta = g.sum(weighted, &[2])?;
-                let rows_heads = g.node(lse).shape;
+                let of_q = g.node(q).shape;
+                let rows_heads = Shape::new(&[of_q.dim(0), of_q.dim(1)])?;
                 let delta = g.reshape(delta, rows_heads.dims())?;
-                let mut operands = vec![q, k, v, seqs, lse, delta, dy];
-                operands.extend(rest);
-                g.push(Op::AttentionBack { attrs, wrt }, &operands, &name)
+                let operands = [&[q, k, v, seqs, delta, dy], rest].concat();
+                // Whatever is asked for: its second part is the rows' log-sum-exps.
+                let back = g.push(Op::AttentionQueryBack(attrs), &operands, &name)?;
+                let part = usize::from(i > 0);
+                let made = part_of(g, back, &[of_q, rows_heads], part)?;
+                if i == 0 {
+                    return Ok(made);
+                }
+                let operands = [&[q, k, v, seqs, made, delta, dy], rest].concat();
+                let mut back = |wrt| g.push(Op::AttentionBack { attrs, wrt }, &operands, &name);
+                let (both, first) = match i {
+                    1 | 2 => (back(AttentionOperand::Own)?, 1),
+                    _ if i < pages => return back(AttentionOperand::Sinks),
+                    _ => (back(AttentionOperand::Pages)?, pages),
+                };
+                let shapes = [first, first + 1].map(|i| g.node(arg(i)).shape);
+                part_of(g, both, &shapes, i - first)
             }))
         }
-        Op::AttentionStats(_) | Op::AttentionBack { .. } => Not(NO_SECOND_ORDER),
+        Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => Not(NO_SECOND_ORDER),
 
         // ---- recurrences
         Op::SsmConv => {

@@ -312,21 +312,23 @@ pub enum Op {
     /// also counts `exp(sink_h)`. Pages are f32, f16, bf16 or Q8_0 (blocks along the last
     /// dimension).
     Attention(AttentionAttrs),
-    /// `(q, k, i seqs [, sinks] [, k_pages, table]) -> f [T, Hq]`: the log-sum-exp of each
-    /// row's logits and its sink, 0 for rows of no sequence.
-    AttentionStats(AttentionAttrs),
+    /// `(q, k, v, i seqs, f delta [T, Hq], f dout [T, Hq, Dv] [, sinks]
+    /// [, k_pages, v_pages, table]) -> f [T*Hq*D + T*Hq]`: the gradient of `q`, then `lse`, the
+    /// log-sum-exp of each row's logits and its sink, which [`Op::AttentionBack`] takes; 0 for rows
+    /// of no sequence. With `p = exp(logit - lse)`, `ds = p * (dout . v - delta)` (times the cap's
+    /// derivative) and `delta = sum(dout * out)`, the gradient is `scale * ds k`.
+    AttentionQueryBack(AttentionAttrs),
     /// `(q, k, v, i seqs, f lse [T, Hq], f delta [T, Hq], f dout [T, Hq, Dv] [, sinks]
-    /// [, k_pages, v_pages, table]) -> f32 of the operand's shape`. With
-    /// `p = exp(logit - lse)`, `ds = p * (dout . v - delta)` (times the cap's derivative),
-    /// `delta = sum(dout * out)`: `Q`: `scale * ds k`; `K`: `scale * ds^T q`; `V`: `p^T dout`,
-    /// summed over the query heads that share a key head; `Sinks`:
-    /// `-sum over rows of exp(sink - lse) * delta`; `KPages` and `VPages`: as `K` and `V`, added
+    /// [, k_pages, v_pages, table]) -> f`. With `p` and `ds` as in [`Op::AttentionQueryBack`]:
+    /// `Own` `[k + v]` (sizes of the operands): `scale * ds^T q`, then `p^T dout`, summed over the
+    /// query heads that share a key head; `Sinks` `[Hq]`:
+    /// `-sum over rows of exp(sink - lse) * delta`; `Pages` `[k_pages + v_pages]`: as `Own`, added
     /// up sequence by sequence where a page is of several, 0 in slots of none; straight through
     /// where pages are not f32.
     AttentionBack {
         /// As in the forward op.
         attrs: AttentionAttrs,
-        /// The operand it is for.
+        /// The operands it is for.
         wrt: AttentionOperand,
     },
 
@@ -498,7 +500,7 @@ impl Op {
             Op::LoraExperts { .. } => "LoraExperts",
             Op::LoraExpertsBack { .. } => "LoraExpertsBack",
             Op::Attention(_) => "Attention",
-            Op::AttentionStats(_) => "AttentionStats",
+            Op::AttentionQueryBack(_) => "AttentionQueryBack",
             Op::AttentionBack { .. } => "AttentionBack",
             Op::SsmConv => "SsmConv",
             Op::SsmConvBack { .. } => "SsmConvBack",

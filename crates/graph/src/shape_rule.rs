@@ -131,17 +131,22 @@ pub(crate) fn broadcast_shapes(a: Shape, b: Shape) -> std::result::Result<Shape,
     fit(&dims)
 }
 
-/// The attention operands' common checks; `v` is absent for the statistics. `rest`: the sinks
-/// and the prefix.
+/// Two tensors one after the other.
+fn flat(a: Shape, b: Shape) -> std::result::Result<Shape, String> {
+    let elements = a.elements().checked_add(b.elements()).ok_or("the result is too large")?;
+    fit(&[elements])
+}
+
+/// The attention operands' common checks. `rest`: the sinks and the prefix.
 fn attention(
     q: Operand,
     k: Operand,
-    v: Option<Operand>,
+    v: Operand,
     seqs: Operand,
     rest: &[Operand],
     attrs: &AttentionAttrs,
 ) -> std::result::Result<(), String> {
-    let (q, k) = (q.1, k.1);
+    let (q, k, v) = (q.1, k.1, v.1);
     want(q.rank() == 3 && k.rank() == 3, || "q and k must be [rows, heads, width]".into())?;
     let (hq, d, hkv) = (q.dim(1), q.dim(2), k.dim(1));
     want(k.dim(0) == q.dim(0) && k.dim(2) == d, || format!("q {q} and k {k} do not match"))?;
@@ -149,11 +154,9 @@ fn attention(
         format!("{hq} query heads are not a multiple of {hkv} key heads")
     })?;
     want(d > 0, || "head width 0".into())?;
-    if let Some((_, v)) = v {
-        want(v.rank() == 3 && v.dim(0) == q.dim(0) && v.dim(1) == hkv && v.dim(2) > 0, || {
-            format!("k {k} and v {v} do not match")
-        })?;
-    }
+    want(v.rank() == 3 && v.dim(0) == q.dim(0) && v.dim(1) == hkv && v.dim(2) > 0, || {
+        format!("k {k} and v {v} do not match")
+    })?;
     want(seqs.0 == DType::I32 && seqs.1.rank() == 2 && seqs.1.dim(1) == 3, || {
         format!("seqs must be i32 [S, 3], is {} {}", seqs.0, seqs.1)
     })?;
@@ -179,9 +182,8 @@ fn attention(
     if !attrs.prefix {
         return want(prefix.is_empty(), || "operands of a cached prefix without `prefix`".into());
     }
-    let expected = if v.is_some() { 3 } else { 2 };
-    want(prefix.len() == expected, || {
-        format!("a cached prefix takes {expected} operands, was given {}", prefix.len())
+    want(prefix.len() == 3, || {
+        format!("a cached prefix takes 3 operands, was given {}", prefix.len())
     })?;
     let mut page = None;
     for (i, &(dtype, shape)) in prefix.iter().enumerate() {
@@ -192,11 +194,7 @@ fn attention(
             )?;
             continue;
         }
-        let width = match (i, v) {
-            (0, _) => d,
-            (_, Some((_, v))) => v.dim(2),
-            (_, None) => d,
-        };
+        let width = if i == 0 { d } else { v.dim(2) };
         let q8 = DType::Block(gguf::TensorType::Q8_0);
         want(dtype.is_float() || dtype == q8, || format!("pages of {dtype}"))?;
         want(
@@ -611,41 +609,42 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             let [q, k, v, seqs, prefix @ ..] = args else {
                 return Err("takes q, k, v and seqs".into());
             };
-            attention(*q, *k, Some(*v), *seqs, prefix, attrs)?;
+            attention(*q, *k, *v, *seqs, prefix, attrs)?;
             Ok((f, fit(&[q.1.dim(0), q.1.dim(1), v.1.dim(2)])?))
         }
-        Op::AttentionStats(attrs) => {
-            f32s(args, &[0, 1])?;
-            let [q, k, seqs, prefix @ ..] = args else {
-                return Err("takes q, k and seqs".into());
+        Op::AttentionQueryBack(attrs) => {
+            f32s(args, &[0, 1, 2, 4, 5])?;
+            let [q, k, v, seqs, delta, dout, prefix @ ..] = args else {
+                return Err("takes q, k, v, seqs, delta and dout".into());
             };
-            attention(*q, *k, None, *seqs, prefix, attrs)?;
-            Ok((f, fit(&[q.1.dim(0), q.1.dim(1)])?))
+            attention(*q, *k, *v, *seqs, prefix, attrs)?;
+            let (t, h) = (q.1.dim(0), q.1.dim(1));
+            is(delta.1, &[t, h], "delta")?;
+            is(dout.1, &[t, h, v.1.dim(2)], "dout")?;
+            Ok((f, flat(q.1, delta.1)?))
         }
         Op::AttentionBack { attrs, wrt } => {
             f32s(args, &[0, 1, 2, 4, 5, 6])?;
             let [q, k, v, seqs, lse, delta, dout, prefix @ ..] = args else {
                 return Err("takes q, k, v, seqs, lse, delta and dout".into());
             };
-            attention(*q, *k, Some(*v), *seqs, prefix, attrs)?;
+            attention(*q, *k, *v, *seqs, prefix, attrs)?;
             let (t, h) = (q.1.dim(0), q.1.dim(1));
             is(lse.1, &[t, h], "lse")?;
             is(delta.1, &[t, h], "delta")?;
             is(dout.1, &[t, h, v.1.dim(2)], "dout")?;
             Ok(match wrt {
-                AttentionOperand::Q => (f, q.1),
-                AttentionOperand::K => (f, k.1),
-                AttentionOperand::V => (f, v.1),
+                AttentionOperand::Own => (f, flat(k.1, v.1)?),
                 AttentionOperand::Sinks => {
                     want(attrs.sinks, || "the gradient of sinks without sinks".into())?;
                     (f, fit(&[h])?)
                 }
-                AttentionOperand::KPages | AttentionOperand::VPages => {
+                AttentionOperand::Pages => {
                     want(attrs.prefix, || "the gradient of pages without pages".into())?;
-                    let at =
-                        usize::from(attrs.sinks) + usize::from(*wrt == AttentionOperand::VPages);
-                    let pages = prefix.get(at).ok_or("a cached prefix is missing")?;
-                    (f, pages.1)
+                    let [k, v, ..] = prefix.get(usize::from(attrs.sinks)..).unwrap_or(&[]) else {
+                        return Err("a cached prefix is missing".into());
+                    };
+                    (f, flat(k.1, v.1)?)
                 }
             })
         }

@@ -184,16 +184,18 @@ fn sequences_pages_and_tables_of_attention() {
     let wrt = [&args[..3], &args[4..6]].concat();
     let back = differentiate(&g, y, &wrt).unwrap();
     let dy = format!("d{}", y.index());
-    let stats = "AttentionStats(q, k, seqs, k_pages, table)";
     let delta = format!("Reshape(Sum(Mul({dy}, blk.0.attn)))");
-    for &grad in &back.grads {
-        let line = format!(
-            "AttentionBack(q, k, v, seqs, {stats}, {delta}, {dy}, k_pages, v_pages, table)"
-        );
-        assert_eq!(show(&back.graph, g.len(), grad), line);
+    let of_q = format!("AttentionQueryBack(q, k, v, seqs, {delta}, {dy}, k_pages, v_pages, table)");
+    let lse = format!("Reshape(Slice({of_q}))");
+    let others =
+        format!("AttentionBack(q, k, v, seqs, {lse}, {delta}, {dy}, k_pages, v_pages, table)");
+    for (i, &grad) in back.grads.iter().enumerate() {
+        let of = if i == 0 { &of_q } else { &others };
+        assert_eq!(show(&back.graph, g.len(), grad), format!("Reshape(Slice({of}))"));
     }
-    // The statistics and the row sums are made once for all five.
-    assert_eq!(back.graph.len(), g.len() + 1 + 4 + 5);
+    // The row sums and the three gradients are made once for all five: what is left are two views
+    // of each part.
+    assert_eq!(back.graph.len(), g.len() + 1 + 3 + 3 + 2 * 6);
     // Whatever pages are stored as, their gradient is f32 and of their shape.
     for (of, grad) in wrt.iter().zip(&back.grads) {
         let grad = back.graph.node(*grad);
@@ -215,13 +217,27 @@ fn sinks_of_attention_and_what_comes_after_them() {
     let y = g.push(Op::Attention(attrs), &args, "attn").unwrap();
     let wrt = args[4..7].to_vec();
     let back = differentiate(&g, y, &wrt).unwrap();
-    use AttentionOperand::{KPages, Sinks, VPages};
-    for ((of, grad), part) in wrt.iter().zip(&back.grads).zip([Sinks, KPages, VPages]) {
+    use AttentionOperand::{Pages, Sinks};
+    for ((of, grad), part) in wrt.iter().zip(&back.grads).zip([Sinks, Pages, Pages]) {
         let grad = back.graph.node(*grad);
         assert_eq!((grad.dtype, grad.shape), (DType::F32, g.node(*of).shape));
+        let behind = |mut id: NodeId| loop {
+            let node = back.graph.node(id);
+            match node.op.is_view() {
+                true => id = node.args[0],
+                false => break node,
+            }
+        };
+        let grad = if part == Sinks { grad } else { behind(grad.args[0]) };
         assert_eq!(grad.op, Op::AttentionBack { attrs, wrt: part });
-        let stats = back.graph.node(grad.args[4]);
-        assert_eq!(stats.args, [args[0], args[1], args[3], args[4], args[5], args[7]]);
+        let of_q = behind(grad.args[4]);
+        assert_eq!(of_q.op, Op::AttentionQueryBack(attrs));
+        for node in [grad, of_q] {
+            assert_eq!(
+                (&node.args[..4], &node.args[node.args.len() - 4..]),
+                (&args[..4], &args[4..])
+            );
+        }
     }
     for at in [3, 7] {
         assert!(differentiate(&g, y, &[args[at]]).is_err());
@@ -440,7 +456,7 @@ fn gradient_ops_have_no_second_order() {
         "LoraBack",
         "CrossEntropyBack",
         "MatMul",
-        "AttentionStats",
+        "AttentionQueryBack",
         "SsmConvBack",
         "SsmConvStateBack",
         "SsmScanBack",
@@ -451,8 +467,7 @@ fn gradient_ops_have_no_second_order() {
         let seeded = seed(&mut g, y);
         let first = vjp(&g, &[seeded], &[x]).unwrap();
         // With respect to the cotangent, which every gradient is linear in.
-        let wrt = if op == "AttentionStats" { x } else { seeded.1 };
-        let r = refusal(&first.graph, first.grads[0], &[wrt]);
+        let r = refusal(&first.graph, first.grads[0], &[seeded.1]);
         assert_eq!(
             (r.op.as_str(), r.reason.as_str(), r.code.as_str()),
             (op, WHY, "op_not_differentiable")
@@ -832,10 +847,7 @@ fn blocked(g: &Graph, node: &Node, i: usize) -> bool {
         Op::Lora { .. } => i > 3 && i % 3 == 2 || dtype == DType::I32,
         Op::Attention(_) => dtype == DType::I32,
         Op::CrossEntropy(_) => i > 0,
-        op => {
-            let second = op.name().ends_with("Back") || op.name() == "AttentionStats";
-            second || dtype == DType::I32
-        }
+        op => op.name().ends_with("Back") || dtype == DType::I32,
     }
 }
 

@@ -316,9 +316,6 @@ fn attention_by_hand() {
     let args = three_rows();
     let y = run(Op::Attention(attention(None, None, false)), &args);
     close(&y, &[3, 1, 1], &[6.0, 4.0, 3.0]);
-    let stats = [args[0].clone(), args[1].clone(), args[3].clone()];
-    let lse = run(Op::AttentionStats(attention(None, None, false)), &stats);
-    close(&lse, &[3, 1], &[0.0, LN3, LN6]);
     let y = run(Op::Attention(attention(Some(2), None, false)), &args);
     close(&y, &[3, 1, 1], &[6.0, 4.0, 2.4]);
     let y = run(Op::Attention(attention(Some(1), None, false)), &args);
@@ -393,15 +390,16 @@ fn attention_backwards() {
         first_two(k),
         first_two(v),
         i(&[1, 3], &[0, 2, 0]),
-        f(&[2, 1], &[0.0, LN3]),
         f(&[2, 1], &[0.0, 4.0]),
         f(&[2, 1, 1], &[0.0, 1.0]),
     ];
     let attrs = attention(None, None, false);
-    let back = |wrt| run(Op::AttentionBack { attrs, wrt }, &args);
-    close(&back(AttentionOperand::Q), &[2, 1, 1], &[0.0, -2.0 / 3.0 * LN2]);
-    close(&back(AttentionOperand::K), &[2, 1, 1], &[2.0 / 3.0, -2.0 / 3.0]);
-    close(&back(AttentionOperand::V), &[2, 1, 1], &[1.0 / 3.0, 2.0 / 3.0]);
+    let back = run(Op::AttentionQueryBack(attrs), &args);
+    close(&back, &[4], &[0.0, -2.0 / 3.0 * LN2, 0.0, LN3]);
+    let mut args = args.to_vec();
+    args.insert(4, f(&[2, 1], &[0.0, LN3]));
+    let back = run(Op::AttentionBack { attrs, wrt: AttentionOperand::Own }, &args);
+    close(&back, &[4], &[2.0 / 3.0, -2.0 / 3.0, 1.0 / 3.0, 2.0 / 3.0]);
 }
 
 #[test]
@@ -424,8 +422,9 @@ fn attention_refuses_bad_sequences() {
     outside(Op::Attention(attention(None, None, false)), &args, "row 1 is another sequence's");
     args[3] = i(&[1, 3], &[0, 3, 1]);
     outside(Op::Attention(attention(None, None, false)), &args, "its pages hold 0");
-    let stats = [args[0].clone(), args[1].clone(), args[3].clone()];
-    outside(Op::AttentionStats(attention(None, None, false)), &stats, "its pages hold 0");
+    let mut back = args.to_vec();
+    back.extend([f(&[3, 1], &[0.0; 3]), f(&[3, 1, 1], &[0.0; 3])]);
+    outside(Op::AttentionQueryBack(attention(None, None, false)), &back, "its pages hold 0");
 }
 
 #[test]

@@ -370,15 +370,16 @@ impl Fuzzer {
                 let dout = f(&[t, hkv * group, wide]);
                 let (op, mut args, cached) = match (which, self.0.below(2)) {
                     (28, 0) => {
-                        (Op::AttentionStats(attrs), vec![q, own, seqs], vec![k_pages, table])
+                        let args = vec![q, own, v, seqs, delta, dout];
+                        (Op::AttentionQueryBack(attrs), args, vec![k_pages, v_pages, table])
                     }
                     (28, _) => {
                         let args = vec![q, own, v, seqs];
                         (Op::Attention(attrs), args, vec![k_pages, v_pages, table])
                     }
                     _ => {
-                        use AttentionOperand::{K, KPages, Q, Sinks, V, VPages};
-                        let all = [Q, K, V, Sinks, KPages, VPages];
+                        use AttentionOperand::{Own, Pages, Sinks};
+                        let all = [Own, Sinks, Pages];
                         let op = Op::AttentionBack { attrs, wrt: self.pick(&all) };
                         let args = vec![q, own, v, seqs, lse, delta, dout];
                         (op, args, vec![k_pages, v_pages, table])

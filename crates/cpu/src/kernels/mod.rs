@@ -118,7 +118,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::LoraBack { wrt, .. } | Op::LoraExpertsBack { wrt, .. } => {
             lora::supports_back(call, *wrt)
         }
-        Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
+        Op::Attention(_) | Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => {
             attention::supports(call)
         }
         Op::SsmConv
@@ -143,7 +143,7 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
         | Op::LoraBack { slots, .. }
         | Op::LoraExperts { slots }
         | Op::LoraExpertsBack { slots, .. } => lora::check(job, *slots),
-        Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
+        Op::Attention(_) | Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => {
             attention::check(job)
         }
         Op::SsmConv
@@ -194,7 +194,7 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         | Op::LoraBack { .. }
         | Op::LoraExperts { .. }
         | Op::LoraExpertsBack { .. } => lora::tiles(job),
-        Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
+        Op::Attention(_) | Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => {
             attention::tiles(job)
         }
         Op::SsmConv
@@ -249,7 +249,7 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         | Op::LoraBack { .. }
         | Op::LoraExperts { .. }
         | Op::LoraExpertsBack { .. } => lora::run_tile(job, tile, scratch),
-        Op::Attention(_) | Op::AttentionStats(_) | Op::AttentionBack { .. } => {
+        Op::Attention(_) | Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => {
             attention::run_tile(job, tile, scratch);
         }
         Op::SsmConv

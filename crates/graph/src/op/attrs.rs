@@ -323,21 +323,15 @@ impl AttentionAttrs {
     }
 }
 
-/// Which operand of attention a gradient is for.
+/// Which operands of attention, beside the queries, a gradient is for.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub enum AttentionOperand {
-    /// The queries `[T, Hq, D]`.
-    Q,
-    /// The rows' own keys `[T, Hkv, D]`.
-    K,
-    /// The rows' own values `[T, Hkv, Dv]`.
-    V,
+    /// The rows' own keys `[T, Hkv, D]` and values `[T, Hkv, Dv]`.
+    Own,
     /// The sinks `[Hq]`.
     Sinks,
-    /// The cached keys `[P, page, Hkv, D]`.
-    KPages,
-    /// The cached values `[P, page, Hkv, Dv]`.
-    VPages,
+    /// The cached keys `[P, page, Hkv, D]` and values `[P, page, Hkv, Dv]`.
+    Pages,
 }
 
 /// How logits become losses: `z = softcap(scale * logit)`.

@@ -154,9 +154,17 @@ pub fn attention() -> Vec<Case> {
             ],
         ),
         case(
-            Op::AttentionStats(AttentionAttrs { sinks: true, ..plain }),
-            &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]; f32 [4]", "f32 [5, 4]")],
-            &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]", "an operand of sinks is missing")],
+            Op::AttentionQueryBack(AttentionAttrs { sinks: true, ..plain }),
+            &[(
+                "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                 f32 [5, 4, 6]; f32 [4]",
+                "f32 [180]",
+            )],
+            &[(
+                "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                 f32 [5, 4, 6]",
+                "an operand of sinks is missing",
+            )],
         ),
         case(
             Op::Attention(AttentionAttrs { scale: f32::INFINITY.into(), ..plain }),
@@ -164,29 +172,47 @@ pub fn attention() -> Vec<Case> {
             &[(q, "scale must be finite")],
         ),
         case(
-            Op::AttentionStats(plain),
-            &[("f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]", "f32 [5, 4]")],
-            &[
-                (
-                    "f32 [5, 4, 8]; f32 [5, 2, 7]; i32 [3, 3]",
-                    "q [5, 4, 8] and k [5, 2, 7] do not match",
-                ),
-                ("f32 [5, 4, 8]; f32 [5, 2, 8]", "takes q, k and seqs"),
-            ],
-        ),
-        case(
-            Op::AttentionStats(cached),
+            Op::AttentionQueryBack(plain),
             &[(
-                "f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]; f16 [9, 4, 2, 8]; i32 [3, 2]",
-                "f32 [5, 4]",
+                "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                 f32 [5, 4, 6]",
+                "f32 [180]",
             )],
             &[
                 (
-                    "f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]; f16 [9, 4, 2, 8]",
-                    "a cached prefix takes 2 operands, was given 1",
+                    "f32 [5, 4, 8]; f32 [5, 2, 7]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                     f32 [5, 4, 6]",
+                    "q [5, 4, 8] and k [5, 2, 7] do not match",
                 ),
                 (
-                    "f32 [5, 4, 8]; f32 [5, 2, 8]; i32 [3, 3]; f16 [9, 4, 2, 7]; i32 [3, 2]",
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [4, 4]; \
+                     f32 [5, 4, 6]",
+                    "delta must be [5, 4], is [4, 4]",
+                ),
+                (
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                     f32 [5, 4, 8]",
+                    "dout must be [5, 4, 6], is [5, 4, 8]",
+                ),
+                (q, "takes q, k, v, seqs, delta and dout"),
+            ],
+        ),
+        case(
+            Op::AttentionQueryBack(cached),
+            &[(
+                "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                 f32 [5, 4, 6]; f16 [9, 4, 2, 8]; bf16 [9, 4, 2, 6]; i32 [3, 2]",
+                "f32 [180]",
+            )],
+            &[
+                (
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                     f32 [5, 4, 6]; f16 [9, 4, 2, 8]",
+                    "a cached prefix takes 3 operands, was given 1",
+                ),
+                (
+                    "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
+                     f32 [5, 4, 6]; f16 [9, 4, 2, 7]; bf16 [9, 4, 2, 6]; i32 [3, 2]",
                     "pages must be [P, page, 2, 8], are [9, 4, 2, 7]",
                 ),
             ],
@@ -206,20 +232,17 @@ pub fn attention() -> Vec<Case> {
             &[(q, "the largest bias of ALiBi must be finite and not negative")],
         ));
     }
-    use AttentionOperand::{K, KPages, Q, Sinks, V, VPages};
+    use AttentionOperand::{Own, Pages, Sinks};
     let given = "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; \
                  f32 [5, 4]; f32 [5, 4, 6]";
     for (wrt, why) in [
         (Sinks, "the gradient of sinks without sinks"),
-        (KPages, "the gradient of pages without pages"),
-        (VPages, "the gradient of pages without pages"),
+        (Pages, "the gradient of pages without pages"),
     ] {
         cases.push(case(Op::AttentionBack { attrs: plain, wrt }, &[], &[(given, why)]));
     }
     let all = AttentionAttrs { sinks: true, ..cached };
-    for (wrt, made) in
-        [(Sinks, "f32 [4]"), (KPages, "f32 [9, 4, 2, 8]"), (VPages, "f32 [9, 4, 2, 6]")]
-    {
+    for (wrt, made) in [(Sinks, "f32 [4]"), (Pages, "f32 [1008]"), (Own, "f32 [140]")] {
         cases.push(case(
             Op::AttentionBack { attrs: all, wrt },
             &[(
@@ -231,13 +254,13 @@ pub fn attention() -> Vec<Case> {
             &[(given, "an operand of sinks is missing")],
         ));
     }
-    for (wrt, made) in [(Q, "f32 [5, 4, 8]"), (K, "f32 [5, 2, 8]"), (V, "f32 [5, 2, 6]")] {
+    {
         cases.push(case(
-            Op::AttentionBack { attrs: plain, wrt },
+            Op::AttentionBack { attrs: plain, wrt: Own },
             &[(
                 "f32 [5, 4, 8]; f32 [5, 2, 8]; f32 [5, 2, 6]; i32 [3, 3]; f32 [5, 4]; f32 [5, 4]; \
                  f32 [5, 4, 6]",
-                made,
+                "f32 [140]",
             )],
             &[
                 (

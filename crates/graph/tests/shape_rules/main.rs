@@ -99,7 +99,7 @@ fn number(op: &Op) -> usize {
         Op::Lora { .. } => 24,
         Op::LoraBack { .. } => 25,
         Op::Attention(_) => 26,
-        Op::AttentionStats(_) => 27,
+        Op::AttentionQueryBack(_) => 27,
         Op::AttentionBack { .. } => 28,
         Op::CrossEntropy(_) => 29,
         Op::CrossEntropyBack(_) => 30,

@@ -210,33 +210,29 @@ fn pages<'a>(
     }
 }
 
-pub(super) fn stats(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
+/// The operands of attention, the first of its sinks and pages being operand `rest`.
+fn read<'a>(
+    operands: Operands<'a>,
+    attrs: &'a AttentionAttrs,
+    rest: usize,
+) -> Result<(Logits<'a>, Past<'a>), Fault> {
     let (q, own) = (operands.floats(0)?, operands.floats(1)?);
-    let (sinks, rest) = sinks(operands, attrs, 3)?;
-    let cached = pages(operands, attrs, rest, rest + 1)?;
-    let sequences = sequences(operands, operands.ints(2)?, q.dim(0), cached.as_slice())?;
-    let logits = Logits { attrs, q, k: Past { own, cached }, sinks, sequences };
-    let mut out = operands.zeros(shape)?;
-    for query in logits.queries() {
-        out[query.row * q.dim(1) + query.head] = logits.log_sum_exp(&query, &logits.of(&query));
-    }
-    operands.made(shape, out)
-}
-
-pub(super) fn forward(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
-    let (q, own) = (operands.floats(0)?, operands.floats(1)?);
-    let (sinks, rest) = sinks(operands, attrs, 4)?;
+    let (sinks, rest) = sinks(operands, attrs, rest)?;
     let k = Past { own, cached: pages(operands, attrs, rest, rest + 2)? };
     let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, rest + 1, rest + 2)? };
     let all: Vec<Pages<'_>> = k.cached.into_iter().chain(v.cached).collect();
     let sequences = sequences(operands, operands.ints(3)?, q.dim(0), &all)?;
-    let logits = Logits { attrs, q, k, sinks, sequences };
+    Ok((Logits { attrs, q, k, sinks, sequences }, v))
+}
+
+pub(super) fn forward(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
+    let (logits, v) = read(operands, attrs, 4)?;
     let mut out = operands.zeros(shape)?;
     let width = shape.cols();
     for query in logits.queries() {
         let row = logits.of(&query);
         let lse = logits.log_sum_exp(&query, &row);
-        let to = (query.row * q.dim(1) + query.head) * width;
+        let to = (query.row * logits.q.dim(1) + query.head) * width;
         for (position, logit) in query.sees.clone().zip(row) {
             let p = (logit - lse).exp();
             let v = v.at(query.sequence, position, query.key_head);
@@ -248,49 +244,63 @@ pub(super) fn forward(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Sha
     operands.made(shape, out)
 }
 
+pub(super) fn query_back(operands: Operands<'_>, attrs: &AttentionAttrs, shape: Shape) -> Out {
+    let (logits, v) = read(operands, attrs, 6)?;
+    let (delta, dout) = (operands.floats(4)?, operands.floats(5)?);
+    let scale = f64::from(attrs.scale.get());
+    let mut out = operands.zeros(shape)?;
+    let width = logits.q.dim(2);
+    let (dq, lses) = out.split_at_mut(logits.q.data.len());
+    for query in logits.queries() {
+        let at = query.row * logits.q.dim(1) + query.head;
+        let lse = logits.log_sum_exp(&query, &logits.of(&query));
+        lses[at] = lse;
+        for position in query.sees.clone() {
+            let (logit, capped) = logits.logit(&query, position);
+            let v = v.at(query.sequence, position, query.key_head);
+            let ds = (logit - lse).exp() * (dot(dout.row(at), v) - delta.data[at]) * capped;
+            let k = logits.k.at(query.sequence, position, query.key_head);
+            (0..width).for_each(|i| dq[at * width + i] += scale * ds * k[i]);
+        }
+    }
+    operands.made(shape, out)
+}
+
 pub(super) fn back(
     operands: Operands<'_>,
     attrs: &AttentionAttrs,
     wrt: AttentionOperand,
     shape: Shape,
 ) -> Out {
-    let (q, own) = (operands.floats(0)?, operands.floats(1)?);
+    let (logits, v) = read(operands, attrs, 7)?;
     let (lse, delta, dout) = (operands.floats(4)?, operands.floats(5)?, operands.floats(6)?);
-    let (sinks, rest) = sinks(operands, attrs, 7)?;
-    let k = Past { own, cached: pages(operands, attrs, rest, rest + 2)? };
-    let v = Past { own: operands.floats(2)?, cached: pages(operands, attrs, rest + 1, rest + 2)? };
-    let all: Vec<Pages<'_>> = k.cached.into_iter().chain(v.cached).collect();
-    let sequences = sequences(operands, operands.ints(3)?, q.dim(0), &all)?;
-    let logits = Logits { attrs, q, k, sinks, sequences };
     let scale = f64::from(attrs.scale.get());
     let mut out = operands.zeros(shape)?;
-    let width = shape.cols();
+    let keys = match (wrt, logits.k.cached) {
+        (AttentionOperand::Own, _) => logits.k.own.data.len(),
+        (AttentionOperand::Pages, Some(cached)) => cached.pages.data.len(),
+        _ => 0,
+    };
+    let (dk, dv) = out.split_at_mut(keys);
+    let (width, wide) = (logits.q.dim(2), v.own.dim(2));
     for query in logits.queries() {
-        let at = query.row * q.dim(1) + query.head;
+        let at = query.row * logits.q.dim(1) + query.head;
         let (q, dout) = (logits.q(&query), dout.row(at));
         if let (AttentionOperand::Sinks, Some(sink)) = (wrt, logits.sink(&query)) {
-            out[query.head] -= (sink - lse.data[at]).exp() * delta.data[at];
+            dv[query.head] -= (sink - lse.data[at]).exp() * delta.data[at];
             continue;
         }
         for position in query.sees.clone() {
+            let (cached, row) = logits.k.place(query.sequence, position, query.key_head);
+            if cached != (wrt == AttentionOperand::Pages) {
+                continue;
+            }
             let (logit, capped) = logits.logit(&query, position);
             let p = (logit - lse.data[at]).exp();
             let v = v.at(query.sequence, position, query.key_head);
             let ds = p * (dot(dout, v) - delta.data[at]) * capped;
-            let (cached, row) = logits.k.place(query.sequence, position, query.key_head);
-            match (wrt, cached) {
-                (AttentionOperand::Q, _) => {
-                    let k = logits.k.at(query.sequence, position, query.key_head);
-                    (0..width).for_each(|i| out[at * width + i] += scale * ds * k[i]);
-                }
-                (AttentionOperand::K, false) | (AttentionOperand::KPages, true) => {
-                    (0..width).for_each(|i| out[row * width + i] += scale * ds * q[i]);
-                }
-                (AttentionOperand::V, false) | (AttentionOperand::VPages, true) => {
-                    (0..width).for_each(|i| out[row * width + i] += p * dout[i]);
-                }
-                _ => {}
-            }
+            (0..width).for_each(|i| dk[row * width + i] += scale * ds * q[i]);
+            (0..wide).for_each(|i| dv[row * wide + i] += p * dout[i]);
         }
     }
     operands.made(shape, out)

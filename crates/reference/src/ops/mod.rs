@@ -178,7 +178,7 @@ pub(crate) fn compute(
             product::lora_experts_back(operands, *slots, *wrt, *slot, shape)
         }
         Op::Attention(attrs) => attention::forward(operands, attrs, shape),
-        Op::AttentionStats(attrs) => attention::stats(operands, attrs, shape),
+        Op::AttentionQueryBack(attrs) => attention::query_back(operands, attrs, shape),
         Op::AttentionBack { attrs, wrt } => attention::back(operands, attrs, *wrt, shape),
         Op::SsmConv => recurrent::conv(operands, shape),
         Op::SsmConvBack { wrt } => recurrent::conv_back(operands, *wrt, shape),

@@ -1,18 +1,23 @@
-//! Gradients of attention, from the forward pass' log-sum-exps: with `p = exp(logit - lse)`,
-//! `ds = p (dout . v - delta)` times the logit's slope.
+//! Gradients of attention. Those of the queries take the softmax as the forward pass does, and leave
+//! its log-sum-exps to the others: with `p = exp(logit - lse)`, `ds = p (dout . v - delta)` times
+//! the logit's slope.
 
 use std::ops::Range;
 
+use graph::{AttentionOperand, Op};
+
 use super::tile::{
-    BATCH, CHUNK, Coefficients, KEYS, Logits, add_weighted, transpose_tile, write_dots,
+    BATCH, CHUNK, Coefficients, KEYS, Logits, Running, add_weighted, halves, transpose_tile,
+    write_dots,
 };
-use super::{Buffers, Heads, Operands, Sequence};
+use super::{Buffers, Heads, Operands, SEQS, Sequence};
 use crate::job::Job;
 use crate::simd::{LANES, Simd, Task};
 
 /// The operands that only gradients have.
 struct Back {
     logits: Logits,
+    /// Not read by the gradient of the queries, which has none.
     lse: *const f32,
     delta: *const f32,
     dout: Heads,
@@ -21,21 +26,22 @@ struct Back {
 
 impl Back {
     fn new(job: &Job<'_>, o: &Operands<'_>) -> Back {
+        let delta = SEQS + if matches!(job.op, Op::AttentionQueryBack(_)) { 1 } else { 2 };
         Back {
             logits: Logits::new(o),
-            lse: job.input(4).ptr(),
-            delta: job.input(5).ptr(),
-            dout: Heads::new(&job.input(6)),
+            lse: job.input(SEQS + 1).ptr(),
+            delta: job.input(delta).ptr(),
+            dout: Heads::new(&job.input(delta + 1)),
             heads: o.heads,
         }
     }
 
-    /// Turns the dot products of a row, which is at `position`, and a head with keys from
-    /// position `key` on into `p`, or with `dp`, the dot products of its cotangent with the
-    /// values, into `ds`; 0 where the row does not see the key.
+    /// Turns the dot products `p` of a row, which is at `position`, and a head with keys from
+    /// position `key` on into `exp(logit - lse)`, and `ds`, the dot products of its cotangent with
+    /// the values, into the cotangents of those of `p`; 0 where the row does not see the key.
     ///
     /// # Safety
-    /// Row and head must be in range; `dots` and `dp` must hold 32 floats.
+    /// Row and head must be in range; `p` and, if there, `ds` must hold 32 floats.
     #[inline(always)]
     unsafe fn weights<S: Simd>(
         &self,
@@ -43,30 +49,31 @@ impl Back {
         (row, head): (usize, usize),
         (position, key): (usize, usize),
         seen: &Range<usize>,
-        dots: *mut f32,
-        dp: Option<*const f32>,
+        p: *mut f32,
+        ds: Option<*mut f32>,
     ) {
         // SAFETY: the caller's.
         unsafe {
             let at = row * self.heads + head;
             let (lse, delta) = (s.splat(*self.lse.add(at)), s.splat(*self.delta.add(at)));
             let slope = self.logits.bias(head);
-            for half in [0, LANES] {
-                let (start, end) = (seen.start.saturating_sub(half), seen.end.saturating_sub(half));
-                let logit = self.logits.value(s, s.load(dots.add(half)));
+            for (half, mask) in [0, LANES].into_iter().zip(halves(s, seen)) {
+                let logit = self.logits.value(s, s.load(p.add(half)));
                 let biased = self.logits.biased(s, logit, slope, position, key + half);
-                let mut v = s.exp(s.sub(biased, lse));
-                if let Some(dp) = dp {
-                    let dp = s.load(dp.add(half));
-                    v = s.mul(s.mul(v, s.sub(dp, delta)), self.logits.slope(s, logit));
+                let v = s.exp(s.sub(biased, lse));
+                s.store(p.add(half), s.select(mask, v, s.zero()));
+                if let Some(ds) = ds {
+                    let ds = ds.add(half);
+                    let v = s.mul(s.mul(v, s.sub(s.load(ds), delta)), self.logits.slope(s, logit));
+                    s.store(ds, s.select(mask, v, s.zero()));
                 }
-                s.store(dots.add(half), s.select(s.between(start, end), v, s.zero()));
             }
         }
     }
 }
 
-/// `dq = sum over keys of ds k`, keys ascending.
+/// `dq = sum over keys of ds k`, keys ascending, under the highest logit so far and divided by the
+/// sum in the end; then the log-sum-exps.
 pub(super) struct BackQ<'a> {
     pub(super) job: &'a Job<'a>,
     pub(super) o: &'a Operands<'a>,
@@ -79,20 +86,27 @@ impl Task for BackQ<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (o, buffers) = (self.o, self.buffers);
+        let (o, mut buffers) = (self.o, self.buffers);
         let back = Back::new(self.job, o);
         let (rows, key_head, heads) = o.blocks.tile(self.tile);
-        let out = |row: usize, head: usize| {
-            self.job.out::<f32>().wrapping_add((row * o.heads + head) * o.width)
-        };
+        let gradients = self.job.out::<f32>();
+        let out =
+            |row: usize, head: usize| gradients.wrapping_add((row * o.heads + head) * o.width);
+        let lses = gradients.wrapping_add(o.rows * o.heads * o.width);
         for row in rows.clone() {
-            let to = out(row, heads.start);
-            // SAFETY: these heads of this row of the result are the tile's.
-            unsafe { std::slice::from_raw_parts_mut(to, heads.len() * o.width) }.fill(0.0);
+            let lse = lses.wrapping_add(row * o.heads + heads.start);
+            // SAFETY: these heads of this row of the results are the tile's.
+            unsafe {
+                let dq = out(row, heads.start);
+                std::slice::from_raw_parts_mut(dq, heads.len() * o.width).fill(0.0);
+                std::slice::from_raw_parts_mut(lse, heads.len()).fill(0.0);
+            }
         }
         for seq in o.sequences(rows.clone()) {
             let first = rows.start.max(seq.first);
             let end = rows.end.min(seq.first + seq.rows);
+            let count = (end - first) * heads.len();
+            buffers.begin(o, heads.clone(), count);
             let (lowest, last) = (o.first_seen(seq.position(first)), seq.position(end - 1));
             for base in (lowest / KEYS * KEYS..=last).step_by(KEYS) {
                 let range = lowest.max(base) - base..(last + 1 - base).min(KEYS);
@@ -133,14 +147,43 @@ impl Task for BackQ<'_> {
                         write_dots(s, &q[..n], buffers.keys, o.width, ds);
                         write_dots(s, &dout[..n], buffers.values, o.value_width, dp);
                         for r in 0..n {
-                            let dots = ds[r * KEYS..][..KEYS].as_mut_ptr();
+                            let ((row, head), to) = (index[r], (result[r], o.width));
+                            let ds = ds[r * KEYS..][..KEYS].as_mut_ptr();
                             let dp = dp[r * KEYS..][..KEYS].as_ptr();
-                            let at = (seq.position(index[r].0), base);
-                            back.weights(s, index[r], at, &ranges[r], dots, Some(dp));
+                            let delta = s.splat(*back.delta.add(row * o.heads + head));
+                            let (position, slope) = (seq.position(row), back.logits.bias(head));
+                            let logits =
+                                [0, LANES].map(|half| back.logits.value(s, s.load(ds.add(half))));
+                            let biased = [0, 1].map(|i| {
+                                let key = base + i * LANES;
+                                back.logits.biased(s, logits[i], slope, position, key)
+                            });
+                            let running = Running {
+                                maximum: &mut buffers.maxima[chunk + r],
+                                sum: &mut buffers.sums[chunk + r],
+                            };
+                            let p = running.take(s, biased, &ranges[r], to);
+                            let masks = halves(s, &ranges[r]);
+                            for i in [0, 1] {
+                                let dp = s.sub(s.load(dp.add(i * LANES)), delta);
+                                let slope = back.logits.slope(s, logits[i]);
+                                let v = s.mul(s.mul(p[i], dp), slope);
+                                s.store(ds.add(i * LANES), s.select(masks[i], v, s.zero()));
+                            }
                         }
                         let c = Coefficients { ptr: ds.as_ptr(), result: KEYS, source: 1 };
                         add_weighted(s, &result[..n], c, &keys, &ranges[..n], o.width);
                     }
+                }
+            }
+            for i in 0..count {
+                let (row, head) = split(i, first, heads.start, heads.len());
+                // SAFETY: this head of this row of the results is the tile's.
+                unsafe {
+                    buffers.running(i).finish(s, (out(row, head), o.width));
+                    let log = s.log(s.splat(buffers.sums[i]));
+                    let lse = s.add(s.splat(buffers.maxima[i]), log);
+                    s.store_first(lses.add(row * o.heads + head), lse, 1);
                 }
             }
         }
@@ -153,18 +196,54 @@ fn split(i: usize, first: usize, head: usize, heads: usize) -> (usize, usize) {
     (first + i / heads, head + i % heads)
 }
 
-/// `dk = sum over query rows of ds q` (`KEY`) or `dv = sum of p dout`, of the rows' own keys or
-/// of `pages`: rows ascending, the heads that share the key within a row ascending. A slot of a
+/// `dk = sum over query rows of ds q` and `dv = sum of p dout`, of the rows' own keys and values
+/// or of `Pages`: rows ascending, the heads that share the key within a row ascending. A slot of a
 /// page takes the sequences that read it in their order.
-pub(super) struct BackKey<'a, const KEY: bool> {
+pub(super) struct BackKeys<'a> {
     pub(super) job: &'a Job<'a>,
     pub(super) o: &'a Operands<'a>,
     pub(super) tile: usize,
     pub(super) buffers: Buffers<'a>,
-    pub(super) pages: bool,
+    pub(super) wrt: AttentionOperand,
 }
 
-impl<const KEY: bool> Task for BackKey<'_, KEY> {
+/// A head's rows of a result, if a tile is for them.
+#[derive(Copy, Clone)]
+struct Rows {
+    base: *mut f32,
+    /// How many there are.
+    count: usize,
+    /// Elements of a row, and those between two rows.
+    width: usize,
+    stride: usize,
+}
+
+impl Rows {
+    /// # Safety
+    /// Rows of this range that there are must be the tile's.
+    unsafe fn clear(self, rows: Range<usize>) {
+        for row in rows.start..rows.end.min(self.count) {
+            // SAFETY: the caller's.
+            unsafe { std::slice::from_raw_parts_mut(self.at(row), self.width) }.fill(0.0);
+        }
+    }
+
+    #[inline(always)]
+    fn at(self, row: usize) -> *mut f32 {
+        self.base.wrapping_add(row * self.stride)
+    }
+
+    /// `count` rows from `first` on.
+    #[inline(always)]
+    fn pointers(self, first: usize, count: usize) -> [*mut f32; KEYS] {
+        std::array::from_fn(|j| match j < count {
+            true => self.at(first + j),
+            false => std::ptr::null_mut(),
+        })
+    }
+}
+
+impl Task for BackKeys<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -172,26 +251,33 @@ impl<const KEY: bool> Task for BackKey<'_, KEY> {
         let (job, o) = (self.job, self.o);
         let mut buffers = self.buffers;
         let back = Back::new(job, o);
-        let (block, key_head) = (self.tile / o.key_heads, self.tile % o.key_heads);
-        let width = if KEY { o.width } else { o.value_width };
-        // Rows of the result are slots of pages or rows of the operands.
-        let out =
-            |row: usize| job.out::<f32>().wrapping_add((row * o.key_heads + key_head) * width);
+        let (tile, part) = (self.tile / o.key_parts(), self.tile % o.key_parts());
+        let (block, key_head) = (tile / o.key_heads, tile % o.key_heads);
+        let prefix = o.prefix.as_ref().filter(|_| self.wrt == AttentionOperand::Pages);
+        // Rows of the results are slots of pages or rows of the operands.
+        let counts = prefix.map_or([o.rows; 2], |p| {
+            [p.keys.count, p.values.count].map(|count| count * p.keys.page)
+        });
+        let of_values = job.out::<f32>().wrapping_add(counts[0] * o.key_heads * o.width);
+        let results = [(job.out(), o.width), (of_values, o.value_width)];
+        let results: [_; 2] = std::array::from_fn(|i| {
+            let (base, width) = results[i];
+            let base = base.wrapping_add(key_head * width);
+            let rows = Rows { base, count: counts[i], width, stride: o.key_heads * width };
+            (o.key_parts() == 1 || part == i).then_some(rows)
+        });
         let clear = |rows: Range<usize>| {
-            for row in rows {
-                // SAFETY: this head of this row of the result is the tile's.
-                unsafe { std::slice::from_raw_parts_mut(out(row), width) }.fill(0.0);
+            for result in results.into_iter().flatten() {
+                // SAFETY: this head of these rows of the results is the tile's.
+                unsafe { result.clear(rows.clone()) };
             }
         };
         let mut add = |seq: Sequence, base: usize, count: usize, first: usize| {
-            let to = std::array::from_fn(|j| match j < count {
-                true => out(first + j),
-                false => std::ptr::null_mut(),
-            });
+            let [keys, values] = results.map(|r| Some(r?.pointers(first, count)));
             let (back, buffers) = (&back, &mut buffers);
-            s.call(AddKeys::<KEY> { o, back, seq: &seq, key_head, base, count, to, buffers });
+            s.call(AddKeys { o, back, seq: &seq, key_head, base, count, keys, values, buffers });
         };
-        let Some(prefix) = o.prefix.as_ref().filter(|_| self.pages) else {
+        let Some(prefix) = prefix else {
             let rows = block * KEYS..((block + 1) * KEYS).min(o.rows);
             clear(rows.clone());
             for seq in o.sequences(rows.clone()) {
@@ -218,34 +304,35 @@ impl<const KEY: bool> Task for BackKey<'_, KEY> {
     }
 }
 
-/// Adds a sequence's part to the gradients of up to 32 keys from position `base` on.
-struct AddKeys<'a, 'b, const KEY: bool> {
+/// Adds a sequence's part to the gradients of up to 32 keys from position `base` on, and of their
+/// values.
+struct AddKeys<'a, 'b> {
     o: &'a Operands<'a>,
     back: &'a Back,
     seq: &'a Sequence,
     key_head: usize,
     base: usize,
     count: usize,
-    to: [*mut f32; KEYS],
+    keys: Option<[*mut f32; KEYS]>,
+    values: Option<[*mut f32; KEYS]>,
     buffers: &'a mut Buffers<'b>,
 }
 
-impl<const KEY: bool> Task for AddKeys<'_, '_, KEY> {
+impl Task for AddKeys<'_, '_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let AddKeys { o, back, seq, key_head, base, count, to, buffers } = self;
+        let AddKeys { o, back, seq, key_head, base, count, keys, values, buffers } = self;
         let (group, head) = (o.blocks.group, key_head * o.blocks.group);
-        let width = if KEY { o.width } else { o.value_width };
         // SAFETY: the keys are cached or the sequence's own rows, whose numbers have been checked.
         unsafe {
             let at = (base, 0..count);
-            let keys = o.keys(s, seq, key_head, at.clone(), buffers.cached_keys);
-            transpose_tile(s, &keys, 0..count, o.width, buffers.keys);
-            if KEY {
-                let values = o.values(s, seq, key_head, at, buffers.cached_values);
-                transpose_tile(s, &values, 0..count, o.value_width, buffers.values);
+            let rows = o.keys(s, seq, key_head, at.clone(), buffers.cached_keys);
+            transpose_tile(s, &rows, 0..count, o.width, buffers.keys);
+            if keys.is_some() {
+                let rows = o.values(s, seq, key_head, at, buffers.cached_values);
+                transpose_tile(s, &rows, 0..count, o.value_width, buffers.values);
             }
         }
         // Query `i` is of row `first + i / group`, from the first that sees a key to the last.
@@ -255,34 +342,33 @@ impl<const KEY: bool> Task for AddKeys<'_, '_, KEY> {
         let end = (seq.first + seq.rows - first).min(past(base + count - 1));
         for batch in (0..end * group).step_by(BATCH) {
             let n = (end * group - batch).min(BATCH);
-            let mut sources = [std::ptr::null(); BATCH];
-            let weights = &mut buffers.coefficients[..BATCH * KEYS];
+            let mut queries = [std::ptr::null(); BATCH];
+            let mut cotangents = [std::ptr::null(); BATCH];
+            let (p, ds) = buffers.coefficients.split_at_mut(BATCH * KEYS);
             for chunk in (0..n).step_by(CHUNK) {
                 let m = (n - chunk).min(CHUNK);
-                let mut q = [std::ptr::null(); CHUNK];
-                let mut dout = [std::ptr::null(); CHUNK];
-                for r in 0..m {
-                    let (row, head) = split(batch + chunk + r, first, head, group);
-                    (q[r], dout[r]) = (o.q.at(row, head), back.dout.at(row, head));
-                    sources[chunk + r] = if KEY { q[r] } else { dout[r] };
+                for i in chunk..chunk + m {
+                    let (row, head) = split(batch + i, first, head, group);
+                    (queries[i], cotangents[i]) = (o.q.at(row, head), back.dout.at(row, head));
                 }
-                let weights = &mut weights[chunk * KEYS..][..CHUNK * KEYS];
-                let mut dp = [0.0; CHUNK * KEYS];
+                let p = &mut p[chunk * KEYS..][..CHUNK * KEYS];
+                let ds = &mut ds[chunk * KEYS..][..CHUNK * KEYS];
                 // SAFETY: the rows have the operands' widths; row and head are in range.
                 unsafe {
-                    write_dots(s, &q[..m], buffers.keys, o.width, weights);
-                    if KEY {
-                        write_dots(s, &dout[..m], buffers.values, o.value_width, &mut dp);
+                    write_dots(s, &queries[chunk..][..m], buffers.keys, o.width, p);
+                    if keys.is_some() {
+                        let rows = &cotangents[chunk..][..m];
+                        write_dots(s, rows, buffers.values, o.value_width, ds);
                     }
                     for r in 0..m {
                         let (row, head) = split(batch + chunk + r, first, head, group);
                         let position = seq.position(row);
                         let lowest = o.first_seen(position).saturating_sub(base);
                         let seen = lowest..(position + 1 - base).min(count);
-                        let dots = weights[r * KEYS..][..KEYS].as_mut_ptr();
-                        let dp = dp[r * KEYS..][..KEYS].as_ptr();
+                        let p = p[r * KEYS..][..KEYS].as_mut_ptr();
+                        let ds = ds[r * KEYS..][..KEYS].as_mut_ptr();
                         let at = (position, base);
-                        back.weights(s, (row, head), at, &seen, dots, KEY.then_some(dp));
+                        back.weights(s, (row, head), at, &seen, p, keys.is_some().then_some(ds));
                     }
                 }
             }
@@ -294,10 +380,14 @@ impl<const KEY: bool> Task for AddKeys<'_, '_, KEY> {
                 let past = past(base + j).min(end) * group;
                 *range = from - batch..past.clamp(from, batch + n) - batch;
             }
-            let c = Coefficients { ptr: weights.as_ptr(), result: 1, source: KEYS };
-            // SAFETY: the results are the tile's; sources of the batch are set.
-            unsafe {
-                add_weighted(s, &to[..count], c, &sources, &ranges[..count], width);
+            let ranges = &ranges[..count];
+            for (to, from, weights, width) in
+                [(keys, &queries, ds, o.width), (values, &cotangents, p, o.value_width)]
+            {
+                let Some(to) = to else { continue };
+                let c = Coefficients { ptr: weights.as_ptr(), result: 1, source: KEYS };
+                // SAFETY: the results are the tile's; sources of the batch are set.
+                unsafe { add_weighted(s, &to[..count], c, from, ranges, width) };
             }
         }
     }

@@ -19,7 +19,7 @@ use std::ops::Range;
 
 use graph::{AttentionAttrs, AttentionOperand, Call, DType, Op, Unsupported};
 
-use self::tile::{CHUNK, KEYS, Pages};
+use self::tile::{CHUNK, KEYS, Pages, Running};
 use super::{Support, Tiles, dense, dense_last, memory, needs};
 use crate::job::{Input, Job, Scratch};
 use crate::simd::LANES;
@@ -33,26 +33,29 @@ const QUERIES: usize = 16;
 /// Multiplications of a tile that should not be exceeded: one or two milliseconds.
 const TILE_WORK: usize = 1 << 27;
 
+/// The operand that says where sequences are, after queries, keys and values.
+const SEQS: usize = 3;
+
 /// Where the operands of an op are.
 #[derive(Copy, Clone)]
 struct Places {
-    values: Option<usize>,
-    seqs: usize,
     sinks: Option<usize>,
     /// The first of the prefix' operands.
     prefix: Option<usize>,
+    /// Past the last of a gradient's own operands.
+    rest: usize,
 }
 
 fn attrs(op: &Op) -> Option<(&AttentionAttrs, Places)> {
-    let (attrs, values, seqs, rest) = match op {
-        Op::Attention(attrs) => (attrs, Some(2), 3, 4),
-        Op::AttentionStats(attrs) => (attrs, None, 2, 3),
-        Op::AttentionBack { attrs, .. } => (attrs, Some(2), 3, 7),
+    let (attrs, rest) = match op {
+        Op::Attention(attrs) => (attrs, SEQS + 1),
+        Op::AttentionQueryBack(attrs) => (attrs, SEQS + 3),
+        Op::AttentionBack { attrs, .. } => (attrs, SEQS + 4),
         _ => return None,
     };
     let sinks = attrs.sinks.then_some(rest);
     let prefix = attrs.prefix.then_some(rest + usize::from(attrs.sinks));
-    Some((attrs, Places { values, seqs, sinks, prefix }))
+    Some((attrs, Places { sinks, prefix, rest }))
 }
 
 /// Heads of any strides with dense elements; dense indices, statistics and pages.
@@ -60,23 +63,21 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
     let Some((_, places)) = attrs(call.op) else { return super::no_kernel("no attention") };
     let (q, k) = (dense_last(call, 0)?, dense_last(call, 1)?);
     let width = q.shape.dim(2);
-    let mut values = 0;
-    if let Some(v) = places.values {
-        values = dense_last(call, v)?.shape.dim(2);
-    }
-    let seqs = dense(call, places.seqs, DType::I32)?;
-    if matches!(call.op, Op::AttentionBack { .. }) {
-        dense(call, 4, DType::F32)?;
-        dense(call, 5, DType::F32)?;
-        dense_last(call, 6)?;
+    let values = dense_last(call, 2)?.shape.dim(2);
+    let seqs = dense(call, SEQS, DType::I32)?;
+    if places.rest > SEQS + 1 {
+        // The sums of rows, then the cotangent.
+        for i in SEQS + 1..places.rest - 1 {
+            dense(call, i, DType::F32)?;
+        }
+        dense_last(call, places.rest - 1)?;
     }
     if let Some(at) = places.sinks {
         dense(call, at, DType::F32)?;
     }
     let (mut converted, mut cached) = (0, 0);
     if let Some(at) = places.prefix {
-        let pages = 1 + usize::from(places.values.is_some());
-        for i in at..at + pages {
+        for i in at..at + 2 {
             let dtype = super::arg(call, i)?.dtype;
             let pages = memory(call, i, dtype)?;
             if !pages.is_contiguous() {
@@ -86,7 +87,7 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
                 return super::no_kernel(format!("pages of {dtype}"));
             }
         }
-        let table = dense(call, at + pages, DType::I32)?;
+        let table = dense(call, at + 2, DType::I32)?;
         converted = KEYS;
         cached = table.shape.cols().saturating_mul(call.args[at].shape.dim(1));
     }
@@ -97,7 +98,7 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
 }
 
 /// Floats of scratch that one tile uses: keys and values transposed, cached keys and values
-/// converted, coefficients, running maxima and sums. All kernels use the same.
+/// converted, coefficients (of two products), running maxima and sums. All kernels use the same.
 fn buffers(blocks: &Blocks, width: usize, values: usize, converted: usize) -> [usize; 7] {
     let rows = blocks.rows.per_tile * blocks.heads;
     [
@@ -105,7 +106,7 @@ fn buffers(blocks: &Blocks, width: usize, values: usize, converted: usize) -> [u
         values.next_multiple_of(16) * KEYS,
         converted * width,
         converted * values,
-        tile::BATCH.max(CHUNK) * KEYS,
+        2 * tile::BATCH.max(CHUNK) * KEYS,
         rows,
         rows,
     ]
@@ -129,6 +130,28 @@ impl<'a> Buffers<'a> {
         let [keys, values, cached_keys, cached_values, coefficients, maxima, sums] =
             sizes.map(|n| scratch.take(n));
         Buffers { keys, values, cached_keys, cached_values, coefficients, maxima, sums }
+    }
+}
+
+impl Buffers<'_> {
+    /// Begins the softmax of so many rows and heads: a sink is a logit that every row begins with.
+    #[inline(always)]
+    fn begin(&mut self, o: &Operands<'_>, heads: Range<usize>, count: usize) {
+        self.maxima[..count].fill(f32::NEG_INFINITY);
+        self.sums[..count].fill(0.0);
+        if let Some(sinks) = o.sinks {
+            for i in 0..count {
+                let sink = sinks[heads.start + i % heads.len()];
+                self.maxima[i] = sink;
+                self.sums[i] = if sink == f32::NEG_INFINITY { 0.0 } else { 1.0 };
+            }
+        }
+    }
+
+    /// The softmax of row `i`.
+    #[inline(always)]
+    fn running(&mut self, i: usize) -> Running<'_> {
+        Running { maximum: &mut self.maxima[i], sum: &mut self.sums[i] }
     }
 }
 
@@ -199,7 +222,7 @@ impl Heads {
 /// The cached part of sequences.
 struct Prefix<'a> {
     keys: Pages,
-    values: Option<Pages>,
+    values: Pages,
     /// `[S, columns]` page numbers.
     table: &'a [i32],
     columns: usize,
@@ -224,8 +247,8 @@ impl Sequence {
 
 /// Multiplications that a row of a head takes with so many keys of so many elements in all.
 fn work(op: &Op, keys: usize, elements: usize) -> usize {
-    // A gradient takes the logits again, and two products more.
-    let products = if matches!(op, Op::AttentionBack { .. }) { 2 } else { 1 };
+    // A gradient takes the logits again, and one or two products more.
+    let products = if matches!(op, Op::Attention(_)) { 1 } else { 2 };
     keys.saturating_mul(elements).saturating_mul(products)
 }
 
@@ -234,7 +257,7 @@ struct Operands<'a> {
     attrs: AttentionAttrs,
     q: Heads,
     k: Heads,
-    v: Option<Heads>,
+    v: Heads,
     seqs: &'a [i32],
     /// A logit for each query head.
     sinks: Option<&'a [f32]>,
@@ -250,17 +273,16 @@ struct Operands<'a> {
 impl<'a> Operands<'a> {
     fn new(job: &Job<'a>) -> Option<Operands<'a>> {
         let (attrs, places) = attrs(job.op)?;
-        let (q, k) = (job.input(0), job.input(1));
-        let v = places.values.map(|i| job.input(i));
+        let (q, k, v) = (job.input(0), job.input(1), job.input(2));
         let [rows, heads, width] = [0, 1, 2].map(|i| q.arg.shape.dim(i));
         let key_heads = k.arg.shape.dim(1);
-        let value_width = v.map_or(0, |v| v.arg.shape.dim(2));
-        let seqs = job.input(places.seqs);
+        let value_width = v.arg.shape.dim(2);
+        let seqs = job.input(SEQS);
         let prefix = places.prefix.and_then(|at| {
-            let table = job.input(at + 1 + usize::from(v.is_some()));
+            let table = job.input(at + 2);
             Some(Prefix {
                 keys: Pages::new(&job.input(at))?,
-                values: v.and_then(|_| Pages::new(&job.input(at + 1))),
+                values: Pages::new(&job.input(at + 1))?,
                 table: table.ints(),
                 columns: table.arg.shape.cols(),
             })
@@ -271,7 +293,7 @@ impl<'a> Operands<'a> {
             attrs: *attrs,
             q: Heads::new(&q),
             k: Heads::new(&k),
-            v: v.map(|v| Heads::new(&v)),
+            v: Heads::new(&v),
             seqs: seqs.ints(),
             // SAFETY: `supports` asked for a dense f32 operand.
             sinks: places.sinks.map(|i| unsafe { job.input(i).slice::<f32>() }),
@@ -301,6 +323,24 @@ impl<'a> Operands<'a> {
     #[inline(always)]
     fn first_seen(&self, position: usize) -> usize {
         self.attrs.first_seen(position)
+    }
+
+    /// Runs of [`KEYS`] rows, or of slots of all pages, that gradients of keys and values come in.
+    fn key_blocks(&self, wrt: AttentionOperand) -> usize {
+        match (&self.prefix, wrt) {
+            (Some(prefix), AttentionOperand::Pages) => {
+                prefix.keys.count.max(prefix.values.count) * prefix.keys.page.div_ceil(KEYS)
+            }
+            _ => self.rows.div_ceil(KEYS),
+        }
+    }
+
+    /// 1 where a tile gives the gradients of keys and values both, which share the logits; 2 where
+    /// that takes long.
+    fn key_parts(&self) -> usize {
+        let per_row = KEYS * 2 * (self.width + self.value_width);
+        let work = self.rows.saturating_mul(self.blocks.group).saturating_mul(per_row);
+        if work > TILE_WORK { 2 } else { 1 }
     }
 
     /// One past the last position whose row sees `position`.
@@ -369,21 +409,15 @@ fn check_overlap(o: &Operands<'_>) -> Result<(), String> {
 impl Prefix<'_> {
     /// How many pages there are.
     fn pages(&self) -> usize {
-        self.values.as_ref().map_or(self.keys.count, |v| v.count.min(self.keys.count))
+        self.values.count.min(self.keys.count)
     }
 }
 
 pub(super) fn tiles(job: &Job<'_>) -> usize {
     let Some(o) = Operands::new(job) else { return 0 };
     match job.op {
-        Op::AttentionBack { wrt: AttentionOperand::K | AttentionOperand::V, .. } => {
-            o.rows.div_ceil(KEYS) * o.key_heads
-        }
-        Op::AttentionBack { wrt: AttentionOperand::KPages | AttentionOperand::VPages, .. } => {
-            let [pages, page] = [0, 1].map(|i| job.out.shape.dim(i));
-            pages * page.div_ceil(KEYS) * o.key_heads
-        }
         Op::AttentionBack { wrt: AttentionOperand::Sinks, .. } => o.heads.div_ceil(LANES),
+        Op::AttentionBack { wrt, .. } => o.key_blocks(*wrt) * o.key_heads * o.key_parts(),
         _ => o.blocks.count(),
     }
 }
@@ -392,25 +426,15 @@ pub(super) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
     let Some(operands) = Operands::new(job) else { return };
     let buffers = Buffers::take(&operands, scratch);
     match job.op {
-        Op::AttentionBack { wrt: AttentionOperand::Q, .. } => {
+        Op::AttentionQueryBack(_) => {
             job.isa.run(back::BackQ { job, o: &operands, tile, buffers });
         }
         Op::AttentionBack { wrt: AttentionOperand::Sinks, .. } => {
             job.isa.run(back::BackSinks { job, o: &operands, tile });
         }
         Op::AttentionBack { wrt, .. } => {
-            let o = &operands;
-            let pages = matches!(wrt, AttentionOperand::KPages | AttentionOperand::VPages);
-            match wrt {
-                AttentionOperand::K | AttentionOperand::KPages => {
-                    job.isa.run(back::BackKey::<true> { job, o, tile, buffers, pages });
-                }
-                _ => job.isa.run(back::BackKey::<false> { job, o, tile, buffers, pages }),
-            }
+            job.isa.run(back::BackKeys { job, o: &operands, tile, buffers, wrt: *wrt });
         }
-        Op::AttentionStats(_) => {
-            job.isa.run(forward::Forward::<false> { job, o: &operands, tile, buffers });
-        }
-        _ => job.isa.run(forward::Forward::<true> { job, o: &operands, tile, buffers }),
+        _ => job.isa.run(forward::Forward { job, o: &operands, tile, buffers }),
     }
 }

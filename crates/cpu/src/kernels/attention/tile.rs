@@ -184,7 +184,7 @@ impl Operands<'_> {
         s.call(FindRows { own, pages, seq, head, base, range, width, converted })
     }
 
-    /// The values of a tile; all null when the op has none.
+    /// The values of a tile.
     ///
     /// # Safety
     /// As [`Operands::keys`].
@@ -197,9 +197,8 @@ impl Operands<'_> {
         (base, range): (usize, Range<usize>),
         converted: &mut [f32],
     ) -> RowPointers {
-        let Some(own) = self.v else { return [std::ptr::null(); KEYS] };
-        let pages = self.prefix.as_ref().and_then(|p| Some((p, p.values.as_ref()?)));
-        let width = self.value_width;
+        let pages = self.prefix.as_ref().map(|p| (p, &p.values));
+        let (own, width) = (self.v, self.value_width);
         s.call(FindRows { own, pages, seq, head, base, range, width, converted })
     }
 }
@@ -237,18 +236,27 @@ impl Task for Transpose<'_> {
             // Halves of the tile for each 16 elements of the width.
             let (d, half) = (at / (2 * LANES) * LANES, at % (2 * LANES));
             let mut block = [s.zero(); LANES];
-            for i in 0..LANES {
-                if self.range.contains(&(half + i)) {
-                    let row = self.rows[half + i].wrapping_add(d);
-                    // SAFETY: `transpose_tile`'s caller's.
-                    block[i] = unsafe { s.load_first(row, self.width - d) };
+            let rows = &self.rows[half..half + LANES];
+            let Range { start, end } = self.range;
+            if start <= half && end >= half + LANES && self.width - d >= LANES {
+                for i in 0..LANES {
+                    // SAFETY: `transpose_tile`'s caller's; all 16 rows are in the range.
+                    block[i] = unsafe { s.load(rows[i].wrapping_add(d)) };
+                }
+            } else {
+                for i in 0..LANES {
+                    if self.range.contains(&(half + i)) {
+                        let row = rows[i].wrapping_add(d);
+                        // SAFETY: `transpose_tile`'s caller's.
+                        block[i] = unsafe { s.load_first(row, self.width - d) };
+                    }
                 }
             }
             s.transpose(&mut block);
+            let to = &mut self.to[d * KEYS..][..LANES * KEYS];
             for i in 0..LANES {
-                let to = &mut self.to[(d + i) * KEYS + half..][..LANES];
-                // SAFETY: a slice of 16 elements.
-                unsafe { s.store(to.as_mut_ptr(), block[i]) };
+                // SAFETY: 16 elements of a row of the slice, which has 16 rows of 32.
+                unsafe { s.store(to.as_mut_ptr().add(i * KEYS + half), block[i]) };
             }
         }
     }
@@ -607,4 +615,77 @@ impl Logits {
             }
         }
     }
+}
+
+/// The softmax of a row as its keys come in: the highest logit so far, and the sum of the
+/// exponentials under it.
+pub(super) struct Running<'a> {
+    pub(super) maximum: &'a mut f32,
+    pub(super) sum: &'a mut f32,
+}
+
+impl Running<'_> {
+    /// Takes the logits of a tile's keys, two vectors of which `seen` are its own, and gives their
+    /// exponentials under the new maximum, 0 for others. The row's result so far, `width` floats
+    /// at `to`, is brought under the new maximum too.
+    ///
+    /// # Safety
+    /// `to` must have room for `width` floats.
+    #[inline(always)]
+    pub(super) unsafe fn take<S: Simd>(
+        self,
+        s: S,
+        [a, b]: [S::F32; 2],
+        seen: &Range<usize>,
+        (to, width): (*mut f32, usize),
+    ) -> [S::F32; 2] {
+        let [low, high] = halves(s, seen);
+        let hidden = s.splat(f32::NEG_INFINITY);
+        let (a, b) = (s.select(low, a, hidden), s.select(high, b, hidden));
+        let old = *self.maximum;
+        let tile_max = s.reduce_max(s.max(a, b));
+        let max = if old > tile_max { old } else { tile_max };
+        let a = s.select(low, s.exp(s.sub(a, s.splat(max))), s.zero());
+        let b = s.select(high, s.exp(s.sub(b, s.splat(max))), s.zero());
+        // With an equal maximum the factor is exactly 1.
+        if max != old {
+            let factor = s.exp(s.splat(old - max));
+            let mut first = [0.0; LANES];
+            // SAFETY: the array has 16 elements; the row is the caller's.
+            unsafe {
+                s.store(first.as_mut_ptr(), factor);
+                *self.sum *= first[0];
+                for w in (0..width).step_by(LANES) {
+                    let v = s.mul(s.load_first(to.add(w), width - w), factor);
+                    s.store_first(to.add(w), v, width - w);
+                }
+            }
+        }
+        *self.maximum = max;
+        *self.sum += s.reduce_sum(s.add(a, b));
+        [a, b]
+    }
+
+    /// Divides the row's result by the sum.
+    ///
+    /// # Safety
+    /// `to` must have room for `width` floats.
+    #[inline(always)]
+    pub(super) unsafe fn finish<S: Simd>(self, s: S, (to, width): (*mut f32, usize)) {
+        let inverse = s.splat(1.0 / *self.sum);
+        for w in (0..width).step_by(LANES) {
+            // SAFETY: the caller's.
+            unsafe {
+                let v = s.mul(s.load_first(to.add(w), width - w), inverse);
+                s.store_first(to.add(w), v, width - w);
+            }
+        }
+    }
+}
+
+/// The lanes of a tile's two vectors that are in a range of its keys.
+#[inline(always)]
+pub(super) fn halves<S: Simd>(s: S, seen: &Range<usize>) -> [S::Mask; 2] {
+    let (start, end) = (seen.start, seen.end);
+    [s.between(start, end), s.between(start.saturating_sub(LANES), end.saturating_sub(LANES))]
 }

@@ -417,55 +417,49 @@ fn block(g: &mut CaseGraph) -> Made {
     g.graph.add(x, y)
 }
 
-pub fn stats(c: &mut Cases) {
-    for (name, setup) in outside() {
-        c.add_outside(name, move |g| statistics(g, setup));
-    }
-    for (name, setup) in setups() {
-        c.add(name, move |g| statistics(g, setup));
-    }
-}
-
-fn statistics(g: &mut CaseGraph, setup: Setup) -> Made {
-    let Operands { attrs, q, k, seqs, sinks, prefix, .. } = setup.operands(g)?;
-    let refused = g.refused();
-    g.expect_all(refused);
-    // Not read, so not in the graph's output.
-    for leaf in ["v", "v pages"].map(|name| g.graph.find_leaf(name)).into_iter().flatten() {
-        g.expect(leaf, Expected::Nothing);
-    }
-    let mut args = vec![q, k, seqs];
-    args.extend(sinks);
-    args.extend(prefix.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, node)| node));
-    g.graph.push(Op::AttentionStats(attrs), &args, "y")
-}
-
-/// A gradient op by itself, on statistics that are as if from elsewhere.
-fn gradient(g: &mut CaseGraph, setup: Setup, wrt: AttentionOperand) -> Made {
+/// A gradient op by itself, on sums that are as if from elsewhere: with log-sum-exps too, that of
+/// other operands than the queries.
+fn gradient(g: &mut CaseGraph, setup: Setup, wrt: Option<AttentionOperand>) -> Made {
     let o = setup.operands(g)?;
     let (rows, heads) = (setup.rows, setup.heads.0);
-    let lse = g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?;
+    let mut args = vec![o.q, o.k, o.v, o.seqs];
+    if wrt.is_some() {
+        args.push(g.float("lse", &[rows, heads], Fill::Between(2.0, 3.0))?);
+    }
     // Of one sign where all rows add up, so that the sum does not cancel.
-    let of_rows = if wrt == AttentionOperand::Sinks { Fill::POSITIVE } else { Fill::Signed };
-    let delta = g.float("delta", &[rows, heads], of_rows)?;
-    let dout = g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?;
+    let sinks = wrt == Some(AttentionOperand::Sinks);
+    let of_rows = if sinks { Fill::POSITIVE } else { Fill::Signed };
+    args.push(g.float("delta", &[rows, heads], of_rows)?);
+    args.push(g.float("dout", &[rows, heads, setup.widths.1], Fill::Signed)?);
     let refused = g.refused();
     g.expect_all(refused);
-    let mut args = vec![o.q, o.k, o.v, o.seqs, lse, delta, dout];
     args.extend(o.rest());
-    g.graph.push(Op::AttentionBack { attrs: o.attrs, wrt }, &args, "y")
+    let op = match wrt {
+        Some(wrt) => Op::AttentionBack { attrs: o.attrs, wrt },
+        None => Op::AttentionQueryBack(o.attrs),
+    };
+    g.graph.push(op, &args, "y")
+}
+
+pub fn query_back(c: &mut Cases) {
+    for (name, setup) in outside() {
+        c.add_outside(name, move |g| gradient(g, setup, None));
+    }
+    for (name, setup) in setups() {
+        c.add(name, move |g| gradient(g, setup, None));
+    }
 }
 
 pub fn back(c: &mut Cases) {
+    use AttentionOperand::{Own, Pages, Sinks};
     for (name, setup) in outside() {
-        c.add_outside(name, move |g| gradient(g, setup, AttentionOperand::K));
+        c.add_outside(name, move |g| gradient(g, setup, Some(Own)));
     }
     for (name, setup) in setups() {
-        use AttentionOperand::{K, KPages, Q, Sinks, V, VPages};
         let sinks: &[_] = if setup.sinks { &[Sinks] } else { &[] };
-        let pages: &[_] = if setup.cache.is_some() { &[KPages, VPages] } else { &[] };
-        for &wrt in [&[Q, K, V], sinks, pages].into_iter().flatten() {
-            c.add(format!("{wrt:?}, {name}"), move |g| gradient(g, setup, wrt));
+        let pages: &[_] = if setup.cache.is_some() { &[Pages] } else { &[] };
+        for &wrt in [&[Own], sinks, pages].into_iter().flatten() {
+            c.add(format!("{wrt:?}, {name}"), move |g| gradient(g, setup, Some(wrt)));
         }
     }
 }

@@ -123,7 +123,7 @@ ops! {
     Op::LoraExperts { .. } => "LoraExperts", experts::lora_experts;
     Op::LoraExpertsBack { .. } => "LoraExpertsBack", experts::lora_experts_back;
     Op::Attention(_) => "Attention", attention::attention;
-    Op::AttentionStats(_) => "AttentionStats", attention::stats;
+    Op::AttentionQueryBack(_) => "AttentionQueryBack", attention::query_back;
     Op::AttentionBack { .. } => "AttentionBack", attention::back;
     Op::SsmConv => "SsmConv", recurrent::conv;
     Op::SsmConvBack { .. } => "SsmConvBack", recurrent::conv_back;

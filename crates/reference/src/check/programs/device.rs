@@ -177,6 +177,7 @@ fn inside(op: &Op, args: &[&Value]) -> f64 {
         }
         Op::SoftmaxBack { .. } | Op::SoftmaxSinkBack(_) => dy,
         // Beside what is subtracted, the slope of a saturated cap is below f32's resolution.
+        Op::AttentionQueryBack(_) => rms(floats(5)) * rms(floats(2)).max(1.0),
         Op::AttentionBack { .. } => rms(floats(6)) * rms(floats(2)).max(1.0),
         _ => 0.0,
     }

@@ -40,7 +40,7 @@ pub(super) fn weight(family: Family) -> usize {
         | Family::RmsNormBack
         | Family::LoraBack
         | Family::LoraExpertsBack
-        | Family::AttentionStats
+        | Family::AttentionQueryBack
         | Family::AttentionBack
         | Family::ExpertOuter
         | Family::SsmConvBack
@@ -387,29 +387,27 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             args.extend(a.pages);
             m.push(Op::Attention(a.attrs), &args)
         }
-        Family::AttentionStats => {
-            let a = attention(m)?;
-            let mut args = vec![a.q, a.k, a.seqs];
-            args.extend(a.sinks);
-            args.extend(a.pages.iter().enumerate().filter(|(i, _)| *i != 1).map(|(_, p)| p));
-            m.push(Op::AttentionStats(a.attrs), &args)
-        }
-        Family::AttentionBack => {
+        Family::AttentionQueryBack | Family::AttentionBack => {
             let a = attention(m)?;
             let (q, v) = (m.dims(a.q), m.dims(a.v));
             let (rows, heads) = (*q.first()?, *q.get(1)?);
-            let lse = m.floats(&[rows, heads], 0.5, 2.0)?;
-            let delta = m.like(&[rows, heads])?;
-            let dout = m.like(&[rows, heads, *v.get(2)?])?;
-            let mut args = vec![a.q, a.k, a.v, a.seqs, lse, delta, dout];
+            let mut args = vec![a.q, a.k, a.v, a.seqs];
+            if family == Family::AttentionBack {
+                args.push(m.floats(&[rows, heads], 0.5, 2.0)?);
+            }
+            args.push(m.like(&[rows, heads])?);
+            args.push(m.like(&[rows, heads, *v.get(2)?])?);
             args.extend(a.sinks);
             args.extend(a.pages);
-            let mut all = vec![AttentionOperand::Q, AttentionOperand::K, AttentionOperand::V];
+            if family == Family::AttentionQueryBack {
+                return m.push(Op::AttentionQueryBack(a.attrs), &args);
+            }
+            let mut all = vec![AttentionOperand::Own];
             if a.attrs.sinks {
                 all.push(AttentionOperand::Sinks);
             }
             if a.attrs.prefix {
-                all.extend([AttentionOperand::KPages, AttentionOperand::VPages]);
+                all.push(AttentionOperand::Pages);
             }
             let wrt = m.pick(&all)?;
             m.push(Op::AttentionBack { attrs: a.attrs, wrt }, &args)

@@ -24,7 +24,7 @@ families! {
     Broadcast, Reshape, Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather,
     ScatterAdd, Softmax, SoftmaxBack, SoftmaxSinkBack, LogSoftmax, Norm, NormBack, RmsNorm,
     RmsNormBack, RopeTable, Rope, MatMul, MatMulExperts, ExpertOuter, Lora, LoraBack,
-    LoraExperts, LoraExpertsBack, Attention, AttentionStats, AttentionBack, SsmConv, SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
+    LoraExperts, LoraExpertsBack, Attention, AttentionQueryBack, AttentionBack, SsmConv, SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
     SsmScanBack, GatedDeltaRule, GatedDeltaRuleBack, CrossEntropy, CrossEntropyBack,
 }
 
@@ -73,7 +73,7 @@ pub(super) fn family(op: &Op) -> Family {
         Op::LoraExperts { .. } => Family::LoraExperts,
         Op::LoraExpertsBack { .. } => Family::LoraExpertsBack,
         Op::Attention(_) => Family::Attention,
-        Op::AttentionStats(_) => Family::AttentionStats,
+        Op::AttentionQueryBack(_) => Family::AttentionQueryBack,
         Op::AttentionBack { .. } => Family::AttentionBack,
         Op::SsmConv => Family::SsmConv,
         Op::SsmConvBack { .. } => Family::SsmConvBack,
@@ -143,7 +143,7 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         | Op::RmsNormBack { .. }
         | Op::LoraBack { .. }
         | Op::LoraExpertsBack { .. }
-        | Op::AttentionStats(_)
+        | Op::AttentionQueryBack(_)
         | Op::AttentionBack { .. }
         | Op::ExpertOuter { .. }
         | Op::SsmConvBack { .. }
@@ -278,7 +278,7 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::RmsNormBack { .. }
         | Op::LoraBack { .. }
         | Op::LoraExpertsBack { .. }
-        | Op::AttentionStats(_)
+        | Op::AttentionQueryBack(_)
         | Op::AttentionBack { .. }
         | Op::ExpertOuter { .. }
         | Op::SsmConvBack { .. }
