@@ -5,7 +5,8 @@
 //! `adapter.lora.alpha`. Tensors: `TARGET.lora_a` `[r, in]` and `TARGET.lora_b` `[out, r]`,
 //! of a stack of experts `[E, r, in]` and `[E, out, r]`, f32 (f16 and bf16 are read too), where
 //! `TARGET` keeps its `.weight`. The effective scale of a tensor is `alpha / r`, and 1 where alpha
-//! is 0. A file has one alpha for all its tensors; what scales it cannot say goes into B (see
+//! is 0. A file may also say with which dropout it was trained, under a key of ours,
+//! `adapter.lora.dropout`, that llama.cpp passes over. A file has one alpha for all its tensors; what scales it cannot say goes into B (see
 //! [`Adapter::write`]). PEFT's folders are read and written too: [`Adapter::write_peft`].
 
 use std::borrow::Cow;
@@ -18,6 +19,9 @@ use gguf::TensorType;
 use graph::Code;
 
 use crate::{Error, Geometry, LoraShape, Model, Projection, Result, TensorSource, peft};
+
+/// The key of [`Adapter::dropout`] in a file.
+const DROPOUT: &str = "adapter.lora.dropout";
 
 /// The pair of matrices on one projection, or a pair for each expert of a stack.
 #[derive(Clone, PartialEq, Debug)]
@@ -41,6 +45,9 @@ pub struct AdapterId(pub(crate) u64);
 pub struct Adapter {
     /// `alpha` of the file.
     pub alpha: f32,
+    /// The share of its input that was dropped in training: a note, which changes nothing that the
+    /// adapter does.
+    pub dropout: f32,
     /// By base tensor name, e.g. `blk.0.attn_q.weight`.
     pub tensors: BTreeMap<String, LoraTensor>,
 }
@@ -129,7 +136,7 @@ impl Adapter {
             let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
             tensors.insert(target.to_string(), pair);
         }
-        Ok(Adapter { alpha, tensors })
+        Ok(Adapter { alpha, dropout: 0.0, tensors })
     }
 
     /// From its pairs; its alpha is the one that most of them have.
@@ -144,7 +151,7 @@ impl Adapter {
         }
         // The first of the most frequent.
         let alpha = counts.iter().rev().max_by_key(|(_, n)| *n).map_or(1.0, |&(alpha, _)| alpha);
-        Adapter { alpha, tensors }
+        Adapter { alpha, dropout: 0.0, tensors }
     }
 
     /// Reads an adapter, a GGUF file or a folder of PEFT, and checks it against the model it is
@@ -198,6 +205,14 @@ impl Adapter {
         if !alpha.is_finite() {
             return Err(Error::new(format!("{name}: key `adapter.lora.alpha` is {alpha}")));
         }
+        let dropout = match metadata.get(DROPOUT) {
+            None => 0.0,
+            Some(_) => metadata.f32(DROPOUT)?,
+        };
+        if !(0.0..=1.0).contains(&dropout) {
+            let message = format!("{name}: key `{DROPOUT}` is {dropout}, expected 0 to 1");
+            return Err(Error::new(message));
+        }
         let mut tensors = BTreeMap::new();
         for tensor in file.tensors() {
             let full = &tensor.info.name;
@@ -244,7 +259,7 @@ impl Adapter {
         if tensors.is_empty() {
             return Err(Error::new(format!("{name}: the adapter has no tensors")));
         }
-        Ok(Adapter { alpha, tensors })
+        Ok(Adapter { alpha, dropout, tensors })
     }
 
     /// Writes the adapter, atomically, as llama.cpp reads it.
@@ -270,6 +285,9 @@ impl Adapter {
         metadata.insert("general.type", "adapter");
         metadata.insert("adapter.type", "lora");
         metadata.insert("adapter.lora.alpha", alpha);
+        if self.dropout != 0.0 {
+            metadata.insert(DROPOUT, self.dropout);
+        }
         let mut parts: Vec<(String, Vec<usize>, Cow<'_, [f32]>)> = Vec::new();
         for (target, t) in &self.tensors {
             let of = base.projection(target)?;

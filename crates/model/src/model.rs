@@ -191,6 +191,7 @@ pub(crate) fn needs(source: &dyn TensorSource, arch: &dyn Architecture) -> Resul
         prefix: None,
         states: EntryStates::Zero,
         adapters: Vec::new(),
+        dropout: None,
         trainable: BTreeSet::new(),
     };
     let mut net = Net::new(source, &config);

@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use graph::{
-    AttentionAttrs, DType, GatedDeltaAttrs, GluKind, Graph, NodeId, NormKind, Op, RopeAngles,
-    RopeStyle, Shape, Unary,
+    AttentionAttrs, DType, Dropout, GatedDeltaAttrs, GluKind, Graph, NodeId, NormKind, Op, Real,
+    RopeAngles, RopeStyle, Shape, Unary,
 };
 
 use crate::weights::TensorSource;
@@ -119,6 +119,8 @@ pub struct NetConfig {
     pub states: EntryStates,
     /// Per adapter slot, what it adapts.
     pub adapters: Vec<Vec<LoraShape>>,
+    /// The share of what adapters read that is dropped, in training; the base reads all.
+    pub dropout: Option<Real>,
     /// Float tensors that are host leaves, to be trained or differentiated.
     pub trainable: BTreeSet<String>,
 }
@@ -127,7 +129,8 @@ pub struct NetConfig {
 /// `seqs` i32 [S, 3], `table` i32 [S, M], `logit_rows` i32 [L], `cache.I.k` and `.v` for
 /// the I-th layer with attention, `state.I` and `state_slots` (see [`EntryStates`]),
 /// `lora_rows.SLOTS` i32 [T] and `lora_rows.SLOTS.head` i32 [L] (see [`Net::lora_rows_name`]), `SLOT:TENSOR.lora_a`, `.lora_b`,
-/// `.lora_scale`, and the model's own tensor names.
+/// `.lora_scale`; with dropout `dropout_rows` i32 [T, 2], `dropout_rows.head` i32 [L, 2] and
+/// `dropout_key` i32 [2], see [`Dropout`]; and the model's own tensor names.
 pub struct Net<'a> {
     /// The graph so far.
     pub graph: Graph,
@@ -147,6 +150,8 @@ pub struct Net<'a> {
     used: BTreeSet<String>,
     plain: BTreeSet<String>,
     projections: BTreeMap<String, Projection>,
+    /// Targets whose input is dropped out, by the order in which they come.
+    sites: BTreeMap<String, u32>,
 }
 
 /// The operands of the adapters on a projection.
@@ -163,8 +168,21 @@ impl<'a> Net<'a> {
     pub fn new(tensors: &'a dyn TensorSource, config: &'a NetConfig) -> Net<'a> {
         let (used, plain, projections) = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new());
         let (graph, kv, computed, states) = (Graph::new(), Vec::new(), Vec::new(), Vec::new());
-        let (layer, head) = (None, None);
-        Net { graph, kv, computed, states, config, tensors, layer, head, used, plain, projections }
+        let (layer, head, sites) = (None, None, BTreeMap::new());
+        Net {
+            graph,
+            kv,
+            computed,
+            states,
+            config,
+            tensors,
+            layer,
+            head,
+            used,
+            plain,
+            projections,
+            sites,
+        }
     }
 
     /// What it is built for.
@@ -279,7 +297,7 @@ impl<'a> Net<'a> {
         let y = match self.adapters(&weight_name, projection)? {
             None => y,
             Some(Adapters { slots, rows, operands }) => {
-                let mut args = vec![x, y, rows];
+                let mut args = vec![self.dropped(x, &weight_name)?, y, rows];
                 args.extend(operands);
                 self.graph.push(Op::Lora { slots }, &args, &weight_name)?
             }
@@ -330,6 +348,27 @@ impl<'a> Net<'a> {
         Ok(Some(Adapters { slots: slots.len(), rows, operands }))
     }
 
+    /// What the adapters on a target read: `x`, of which some is dropped in training.
+    fn dropped(&mut self, x: NodeId, target: &str) -> Result<NodeId> {
+        let Some(p) = self.config.dropout else { return Ok(x) };
+        let rows = match self.head {
+            None => self.input("dropout_rows", &[self.config.rows, 2])?,
+            Some((start, len)) => {
+                let all = self.input("dropout_rows.head", &[self.config.logit_rows, 2])?;
+                self.graph.slice(all, 0, start, len)?
+            }
+        };
+        let key = self.input("dropout_key", &[2])?;
+        let next = u32::try_from(self.sites.len()).unwrap_or(u32::MAX);
+        let site = *self.sites.entry(target.to_string()).or_insert(next);
+        // Drawn again by the backward pass: every target has its own, which would be kept beside
+        // what all of them read.
+        let before = self.graph.set_transient(true);
+        let made = self.graph.push(Op::Dropout(Dropout { p, site }), &[x, rows, key], target);
+        self.graph.set_transient(before);
+        Ok(made?)
+    }
+
     /// Rows `[T, 1 or used, K]` times the experts they chose by `ids` `[T, used]`, plus every
     /// adapter on the stack, plus the experts' biases if the model has them: `[T, used, out]`.
     fn linear_experts(
@@ -348,7 +387,7 @@ impl<'a> Net<'a> {
         let y = match self.adapters(&weight_name, projection)? {
             None => y,
             Some(Adapters { slots, rows, operands }) => {
-                let mut args = vec![x, y, rows, ids];
+                let mut args = vec![self.dropped(x, &weight_name)?, y, rows, ids];
                 args.extend(operands);
                 self.graph.push(Op::LoraExperts { slots }, &args, &weight_name)?
             }

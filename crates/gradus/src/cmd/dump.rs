@@ -135,7 +135,7 @@ fn grads(args: &Common, wrt: &[String], recompute: bool) -> Result<BTreeMap<Stri
         if example.weight() == 0.0 {
             continue;
         }
-        let window = Window { examples: vec![example] };
+        let window = Window::from(vec![example]);
         let part = gradients.of(&window, total, &parameters, &())?;
         loss += part.loss;
         for (name, grad) in part.grads {

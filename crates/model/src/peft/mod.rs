@@ -128,7 +128,7 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
     if single.is_empty() {
         return Err(Error::new(format!("{name}: the adapter has no tensors")));
     }
-    Ok(Adapter::of(single))
+    Ok(Adapter { dropout: config.dropout, ..Adapter::of(single) })
 }
 
 fn read_tensors(folder: &Path, name: &str) -> Result<Vec<u8>> {
@@ -506,7 +506,7 @@ pub(crate) fn write(adapter: &Adapter, folder: &Path, base: &Base<'_>) -> Result
     }
     let everywhere = |written: &Written| is_everywhere(written, adapter, base, family);
     let name = base.metadata.opt_str("general.name")?.unwrap_or(base.arch);
-    let config = config::text(name, &modules, &everywhere)?;
+    let config = config::text(name, adapter.dropout, &modules, &everywhere)?;
 
     let views: Vec<(&String, TensorView<'_>)> = tensors
         .iter()

@@ -172,11 +172,19 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         }
     };
     let from_0_to_1 = |v: f32| (0.0..=1.0).contains(&v);
+    let from_0_below_1 = |v: f32| (0.0..1.0).contains(&v);
+    let dropout = fields.float("dropout", from_0_below_1, "a number from 0 to below 1")?;
+    if targets.is_empty() && dropout.is_some_and(|p| p > 0.0) {
+        let message = "`dropout` and `train_weights` exclude each other: what is dropped is what \
+                       an adapter reads";
+        return Err(Error::field("dropout", message));
+    }
     let graph = GraphConfig {
         rows,
         cache: host.cache,
         recompute,
         grad_precision,
+        dropout: dropout.unwrap_or(0.0).into(),
         ..GraphConfig::default()
     };
     let config = TrainConfig {

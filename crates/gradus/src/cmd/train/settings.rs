@@ -42,6 +42,11 @@ pub struct Settings {
     #[arg(long)]
     pub rslora: bool,
 
+    /// Drop this share of what the adapter reads, 0 to below 1, in training alone; drawn from the
+    /// seed anew in each step
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    pub dropout: f32,
+
     /// What a gradient does
     #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
     pub optimizer: OptimizerName,
@@ -78,7 +83,7 @@ pub struct Settings {
     #[arg(long, value_name = "X", default_value_t = 0.0)]
     pub weight_decay: f32,
 
-    /// Seed of the adapter's matrices and of the order of the data
+    /// Seed of the adapter's matrices, of the order of the data and of what is dropped
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
@@ -260,6 +265,7 @@ impl Settings {
                 cache: self.cache_type.dtype(),
                 recompute: self.recompute.policy(),
                 grad_precision: self.grad_precision.of(model),
+                dropout: self.dropout.into(),
                 ..GraphConfig::default()
             },
             ..TrainConfig::default()
