@@ -272,7 +272,7 @@ fn f49_what_is_wrong_is_refused_by_tensor() {
         "rope_freqs.weight",
         "base_model.model.model.norm.weight",
         "base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector.weight",
-        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.lora_embedding_C",
     ] {
         says(&insert(stray), &[stray, "is no LoRA pair"]);
     }

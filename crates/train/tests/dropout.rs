@@ -10,8 +10,8 @@ use model::toy::Toy;
 use model::{Adapter, Model};
 use testkit::Random;
 use train::{
-    Advance, Event, Example, Goal, Gradients, GraphConfig, Masks, Measured, Outcome, Parameters,
-    Schedule, Snapshot, TrainConfig, Trainer, Walks, Window, select_targets,
+    Advance, Event, Example, Goal, Gradients, GraphConfig, Masks, Measured, Optimizer, Outcome,
+    Parameters, Schedule, Snapshot, Start, TrainConfig, Trainer, Walks, Window, select_targets,
 };
 
 const P: f32 = 0.2;
@@ -194,6 +194,30 @@ fn steps_and_seeds_drop_something_else() {
     let steps: Vec<f64> = (0..24).map(|step| loss(Masks::of(0, step))).collect();
     assert!((1..24).all(|step| steps[step] != steps[step - 1]));
     assert_ne!(loss(Masks::of(1, 0)), first);
+}
+
+/// The steps of a run do, though nothing moves between them here.
+#[test]
+fn a_run_draws_anew_in_every_step() {
+    let model = toy("llama", TensorType::Q4_1, 2);
+    let adapter = adapted(&model).adapter.unwrap();
+    let window = Window::from(examples(&[20, 9]));
+    let losses = |dropout: f32| {
+        let from = Some((adapter.clone(), Optimizer::default()));
+        let start = Start { from, fallback: None };
+        let mut trainer = Trainer::start(&model, config(&model, dropout), start).unwrap();
+        [0; 3].map(|_| trainer.step(std::slice::from_ref(&window), 0.0).unwrap().0)
+    };
+    let plain = losses(0.0);
+    assert!(plain[0] == plain[1] && plain[1] == plain[2]);
+    let dropped = losses(P);
+    assert!(dropped[0] != dropped[1] && dropped[1] != dropped[2], "{dropped:?}");
+    let mut gradients = Gradients::new(&model, graph(32, P)).unwrap();
+    let parameters = Parameters { adapter: Some(adapter.clone()), ..Parameters::default() };
+    let total: f64 = window.examples.iter().map(Example::weight).sum();
+    let goal = Goal::Gradient(Masks::of(11, 2));
+    let third = gradients.measure(&window, total, goal, &parameters, &()).unwrap().loss;
+    assert_eq!(third, dropped[2]);
 }
 
 /// The gradient is that of the very function whose loss is given, with what is dropped held.

@@ -317,7 +317,7 @@ fn select_weights(host: &Host, list: &str) -> Result<Vec<String>> {
         .map_err(|e| Error::field("train_weights", format!("`train_weights`: {e}")))
 }
 
-/// The projections `blk.LAYER.TARGET.weight` of the top layers.
+/// The projections `blk.LAYER.TARGET.weight` of the top layers, and the embedding and the head.
 fn select(host: &Host, list: &str, top_layers: Option<usize>) -> Result<Vec<String>> {
     let layers = host.model.geometry().layers;
     let lowest = layers - top_layers.unwrap_or(layers).min(layers);
@@ -339,6 +339,11 @@ fn select(host: &Host, list: &str, top_layers: Option<usize>) -> Result<Vec<Stri
         return Err(Error::field("targets", message));
     }
     for target in wanted {
+        if matches!(target, "embed" | "head") {
+            let hits = train::select_targets(&host.model, &[target.to_string()]);
+            chosen.extend(hits.map_err(|e| Error::field("targets", format!("`targets`: {e}")))?);
+            continue;
+        }
         let is_hit = |module: &str| target == "all" || module == target;
         let hits: Vec<String> =
             all.iter().filter(|(_, m)| is_hit(m)).map(|(name, _)| (*name).clone()).collect();

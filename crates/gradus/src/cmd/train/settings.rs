@@ -12,8 +12,8 @@ use crate::options::CacheType;
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Training")]
 pub struct Settings {
-    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, `head`, a part of tensor names
-    /// such as `attn_q` or `blk.3.`, or `none`
+    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, `embed`, `head`, a part of tensor
+    /// names such as `attn_q` or `blk.3.`, or `none`
     #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
     pub targets: Vec<String>,
 
