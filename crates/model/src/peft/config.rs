@@ -365,6 +365,9 @@ mod tests {
             (r#","rank_pattern":[1]"#, "rank_pattern"),
             (r#","alpha_pattern":{"a":"b"}"#, "alpha_pattern"),
             (r#","use_rslora":1"#, "use_rslora"),
+            (r#","lora_dropout":1.5"#, "lora_dropout"),
+            (r#","lora_dropout":-0.1"#, "lora_dropout"),
+            (r#","lora_dropout":"some""#, "lora_dropout"),
         ] {
             let text = format!(r#"{{"peft_type":"LORA","r":8,"lora_alpha":8{more}}}"#);
             let error = config(&text).map(|_| ()).unwrap_err().to_string();
