@@ -85,7 +85,7 @@ fn a_merged_model_answers_as_the_adapter_does() {
         let (path, model) = toy(&folder, arch, TensorType::F32);
         let base = logits(&model, None, &tokens());
         for targets in
-            [&[(EMBED, 4)][..], &[(HEAD, 3)], &[(EMBED, 4), (HEAD, 3), ("blk.0.attn_q.weight", 2)]]
+            [&[(EMBED, 4)][..], &[(HEAD, 3)], &[(EMBED, 4), (HEAD, 3), ("blk.1.attn_q.weight", 2)]]
         {
             let adapter = adapter(&model, targets);
             let out = folder.join("merged.gguf");
