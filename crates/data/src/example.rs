@@ -35,13 +35,30 @@ impl Example {
 pub struct Window {
     /// The sequences, one after the other.
     pub examples: Vec<Example>,
+    /// The number of each among all there are: what is drawn at random for its rows follows from
+    /// it, and not from the window it is in.
+    pub numbers: Vec<u32>,
+}
+
+impl From<Vec<Example>> for Window {
+    /// These sequences, numbered from 0.
+    fn from(examples: Vec<Example>) -> Window {
+        let numbers = (0..examples.len()).map(number).collect();
+        Window { examples, numbers }
+    }
+}
+
+fn number(index: usize) -> u32 {
+    // Of more examples than that some share their numbers, which are of different steps.
+    index as u32
 }
 
 impl Window {
     /// The examples of these indices, as [`pack`] gives them.
     pub fn of(examples: &[Example], indices: &[usize]) -> Window {
-        let chosen = indices.iter().filter_map(|&i| examples.get(i));
-        Window { examples: chosen.cloned().collect() }
+        let chosen = indices.iter().filter_map(|&i| Some((examples.get(i)?.clone(), number(i))));
+        let (examples, numbers) = chosen.unzip();
+        Window { examples, numbers }
     }
 
     /// Rows they take: the last token of each is only predicted, never read.

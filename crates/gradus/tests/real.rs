@@ -173,7 +173,7 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
     for t in [1, 150, tokens.len() - 1] {
         let mut weights = vec![0.0; tokens.len()];
         weights[t] = 1.0;
-        let window = Window { examples: vec![Example { tokens: tokens.to_vec(), weights }] };
+        let window = Window::from(vec![Example { tokens: tokens.to_vec(), weights }]);
         let trained = gradients.of(&window, 1.0, &parameters, &()).unwrap().loss;
         let row = &served[0][(t - 1) * vocab..t * vocab];
         let served = engine.log_probs(row, &tokens[t..=t]).unwrap()[0];
@@ -197,7 +197,7 @@ fn a_window_walked_in_chunks_is_as_whole() {
         (0..tokens.len()).map(|i| f32::from(i > 600 && i / 100 % 3 == 0)).collect();
     assert_eq!(tokens.len(), ROWS + 1);
     let example = Example { tokens, weights };
-    let window = Window { examples: vec![example.clone()] };
+    let window = Window::from(vec![example.clone()]);
     let targets = train::select_targets(&model, &["all".into()]).unwrap();
     let ranks = targets.iter().map(|name| (name.as_str(), 8));
     let mut adapter = model::Adapter::fresh(&model, ranks, 16.0, 1).unwrap();

@@ -452,6 +452,8 @@ const LABEL: &str = "the operand holds labels: nothing changes smoothly with the
 const LOSS_WEIGHT: &str = "the operand holds the weights of rows, which are settings of the loss \
                            and whose rows of weight 0 are not read; where a weight is computed, \
                            multiply the unweighted losses by it";
+const COUNTERS: &str = "the operand holds the counters that decide what is dropped: nothing \
+                        changes smoothly with them";
 const SCALE: &str = "the operand is an adapter's scale, which is a setting";
 const QUANTIZED: &str = "the operand is a quantized weight, which has no gradient; train a LoRA \
                          adapter on it, or use a float copy of the weight";
@@ -794,6 +796,11 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
             }))
         }
         Op::ExpertOuter { .. } => Not(NO_SECOND_ORDER),
+        Op::Dropout(_) if i > 0 => Not(COUNTERS),
+        Op::Dropout(dropout) => {
+            let (op, rows, key) = (Op::Dropout(*dropout), arg(1), arg(2));
+            Is(Box::new(move |g, dy| g.push(op, &[dy, rows, key], &name)))
+        }
         Op::Lora { .. } if i == 1 => Is(Box::new(|_, dy| Ok(dy))),
         Op::Lora { .. } if i == 2 => Not(INDEX),
         Op::Lora { slots } => {

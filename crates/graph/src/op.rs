@@ -8,8 +8,10 @@
 use crate::{DType, Shape};
 
 mod attrs;
+mod random;
 
 pub use attrs::*;
+pub use random::*;
 
 /// What a node computes. Ops are pure: no aliasing, no state, no in-place writes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -255,6 +257,12 @@ pub enum Op {
         /// Experts of the result.
         experts: usize,
     },
+    /// `(f x [T, .., K], i rows [T, 2], i key [2]) -> f`: inverted dropout (Srivastava et al. 2014):
+    /// an element is 0 with probability `p`, else times `1 / (1 - p)`; what is dropped is not read.
+    /// Which are dropped follows from the key, the row's two numbers, the op's site and the
+    /// element's place in its row, and from nothing else; see [`Dropout`]. Linear in `x`: its
+    /// gradient is the same op, with the same operands, of `dy`.
+    Dropout(Dropout),
     /// `(f x [T, K], f base [T, N], i rows [T], then per slot: f A [r, K], f B [N, r],
     /// f scale [1]) -> f [T, N]`: `base + scale_s * B_s (A_s x)` for row `t` with
     /// `s = rows[t]`; rows with a negative slot are `base`. Ranks may differ.
@@ -495,6 +503,7 @@ impl Op {
             Op::MatMul { .. } => "MatMul",
             Op::MatMulExperts { .. } => "MatMulExperts",
             Op::ExpertOuter { .. } => "ExpertOuter",
+            Op::Dropout(_) => "Dropout",
             Op::Lora { .. } => "Lora",
             Op::LoraBack { .. } => "LoraBack",
             Op::LoraExperts { .. } => "LoraExperts",

@@ -598,6 +598,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             choices(b.1, ids.1, "b")?;
             Ok((f, fit(&[*experts, a.1.dim(2), b.1.dim(2)])?))
         }
+        Op::Dropout(dropout) => adapters::dropout(args, *dropout),
         Op::Lora { slots } => adapters::lora(args, *slots),
         Op::LoraBack { slots, wrt, slot } => adapters::lora_back(args, *slots, *wrt, *slot),
         Op::LoraExperts { slots } => adapters::lora_experts(args, *slots),

@@ -313,6 +313,26 @@ fn rows_and_scales_of_adapters() {
     assert_eq!([0, 2, 3, 4, 5].map(|i| slot(grads[i])), [(0, X), (0, A), (0, B), (1, A), (1, B)]);
 }
 
+/// The gradient drops what the value drops: the same op, of the same rows and key.
+#[test]
+fn dropout_drops_the_same_of_its_gradient() {
+    let mut g = Graph::new();
+    let x = f32s(&mut g, "x", &[3, 8]);
+    let (rows, key) = (i32s(&mut g, "rows", &[3, 2]), i32s(&mut g, "key", &[2]));
+    let op = Op::Dropout(Dropout { p: 0.25.into(), site: 6 });
+    let y = g.push(op.clone(), &[x, rows, key], "drop").unwrap();
+    for (i, name, node) in [(1, "rows", rows), (2, "key", key)] {
+        let line = format!(
+            "Dropout at node `drop`, operand {i} (`{name}`, i32): the operand holds the counters \
+             that decide what is dropped: nothing changes smoothly with them"
+        );
+        says(&g, y, node, &line);
+    }
+    let Backward { graph, grads } = differentiate(&g, y, &[x]).unwrap();
+    let dx = graph.node(grads[0]);
+    assert_eq!((&dx.op, &dx.args[1..]), (&op, &[rows, key][..]));
+}
+
 /// The first node of the way that makes indices is named: not one that no output uses, not one
 /// that does not depend on what is asked for, none that only moves indices.
 #[test]

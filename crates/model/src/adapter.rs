@@ -4,9 +4,11 @@
 //! Keys: `general.type = adapter`, `general.architecture`, `adapter.type = lora`,
 //! `adapter.lora.alpha`. Tensors: `TARGET.lora_a` `[r, in]` and `TARGET.lora_b` `[out, r]`,
 //! of a stack of experts `[E, r, in]` and `[E, out, r]`, f32 (f16 and bf16 are read too), where
-//! `TARGET` keeps its `.weight`. The effective scale of a tensor is `alpha / r`, and 1 where alpha
-//! is 0. A file has one alpha for all its tensors; what scales it cannot say goes into B (see
-//! [`Adapter::write`]). PEFT's folders are read and written too: [`Adapter::write_peft`].
+//! `TARGET` keeps its `.weight`; on the embedding, `token_embd.weight`, A is `[vocab, r]`, a row for
+//! each token. The effective scale of a tensor is `alpha / r`, and 1 where alpha is 0. A file has one
+//! alpha for all its tensors; what scales it cannot say goes into B (see [`Adapter::write`]). It may
+//! say with which dropout it was trained, under a key that llama.cpp passes over,
+//! `adapter.lora.dropout`. PEFT's folders are read and written too: [`Adapter::write_peft`].
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -19,12 +21,15 @@ use graph::Code;
 
 use crate::{Error, Geometry, LoraShape, Model, Projection, Result, TensorSource, peft};
 
+/// The key of [`Adapter::dropout`] in a file.
+const DROPOUT: &str = "adapter.lora.dropout";
+
 /// The pair of matrices on one projection, or a pair for each expert of a stack.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraTensor {
     /// Rank.
     pub rank: usize,
-    /// `[rank, in]` or `[experts, rank, in]`, row-major.
+    /// `[rank, in]` or `[experts, rank, in]`, of an embedding `[vocab, rank]`, row-major.
     pub a: Vec<f32>,
     /// `[out, rank]` or `[experts, out, rank]`, row-major.
     pub b: Vec<f32>,
@@ -41,6 +46,9 @@ pub struct AdapterId(pub(crate) u64);
 pub struct Adapter {
     /// `alpha` of the file.
     pub alpha: f32,
+    /// The share of its input that was dropped in training: a note, which changes nothing that the
+    /// adapter does.
+    pub dropout: f32,
     /// By base tensor name, e.g. `blk.0.attn_q.weight`.
     pub tensors: BTreeMap<String, LoraTensor>,
 }
@@ -69,16 +77,23 @@ impl Base<'_> {
         if let Some(&projection) = self.projections.get(target) {
             return Ok(projection);
         }
+        let tied = self.tensors.tensor("output.weight").is_none();
         match self.tensors.tensor(target) {
-            Some(_) if target == "token_embd.weight" => {
-                Err(Error::new("adapters on the embedding table are not supported"))
-            }
+            // llama.cpp looks for adapters by the name of the tensor that rows are multiplied by.
+            // Where the head is the embedding's own tensor it finds the embedding's pair there, whose
+            // A `[vocab, r]` it multiplies the hidden rows by: that fits none and ends the process.
+            Some(_) if target == "token_embd.weight" && tied => Err(Error::new(
+                "`token_embd.weight` is the model's head as well, and llama.cpp, which would take \
+                 an adapter on it for one of the head, ends when it loads one; adapt the layers, or \
+                 a model whose head is a tensor of its own",
+            )),
             Some(_) => {
                 Err(Error::new(format!("`{target}` is no projection, so no adapter applies to it")))
             }
             None if target == "output.weight" => Err(Error::new(
                 "the model has no tensor `output.weight`: its head is the embedding table, and \
-                 adapters on that are not supported",
+                 llama.cpp knows no adapter of that as a head; adapt the layers, or a model whose \
+                 head is a tensor of its own",
             )),
             None => Err(Error::new(format!("the model has no tensor `{target}`"))),
         }
@@ -99,8 +114,8 @@ pub(crate) fn effective_alpha(wanted: f32, rank: usize) -> f32 {
 }
 
 impl Adapter {
-    /// A fresh adapter: A uniform in `±1/sqrt(in)` from a seed, B zero, so that attaching it
-    /// changes nothing. Tensors are drawn in the order of `targets`, each with its rank.
+    /// A fresh adapter: A uniform in `±1/sqrt(in)`, of an embedding in ±1, from a seed, B zero, so
+    /// that attaching it changes nothing. Tensors are drawn in the order of `targets`, each with its rank.
     ///
     /// # Errors
     /// When a target is not a projection of the model, or a rank is 0 or above 4096.
@@ -122,14 +137,16 @@ impl Adapter {
                 )));
             }
             let of = model.base().projection(target)?;
-            let bound = 1.0 / (of.width as f32).sqrt();
-            let mut a = zeros(target, &of.shape(rank, of.width))?;
+            // An id is one input; there are as many others as a matrix has columns.
+            let inputs = if of.is_table { 1 } else { of.width };
+            let bound = 1.0 / (inputs as f32).sqrt();
+            let mut a = zeros(target, &of.a_shape(rank))?;
             a.iter_mut().for_each(|a| *a = ((random.next_f64() * 2.0 - 1.0) as f32) * bound);
-            let b = zeros(target, &of.shape(of.out, rank))?;
+            let b = zeros(target, &of.b_shape(rank))?;
             let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
             tensors.insert(target.to_string(), pair);
         }
-        Ok(Adapter { alpha, tensors })
+        Ok(Adapter { alpha, dropout: 0.0, tensors })
     }
 
     /// From its pairs; its alpha is the one that most of them have.
@@ -144,7 +161,7 @@ impl Adapter {
         }
         // The first of the most frequent.
         let alpha = counts.iter().rev().max_by_key(|(_, n)| *n).map_or(1.0, |&(alpha, _)| alpha);
-        Adapter { alpha, tensors }
+        Adapter { alpha, dropout: 0.0, tensors }
     }
 
     /// Reads an adapter, a GGUF file or a folder of PEFT, and checks it against the model it is
@@ -198,6 +215,14 @@ impl Adapter {
         if !alpha.is_finite() {
             return Err(Error::new(format!("{name}: key `adapter.lora.alpha` is {alpha}")));
         }
+        let dropout = match metadata.get(DROPOUT) {
+            None => 0.0,
+            Some(_) => metadata.f32(DROPOUT)?,
+        };
+        if !(0.0..=1.0).contains(&dropout) {
+            let message = format!("{name}: key `{DROPOUT}` is {dropout}, expected 0 to 1");
+            return Err(Error::new(message));
+        }
         let mut tensors = BTreeMap::new();
         for tensor in file.tensors() {
             let full = &tensor.info.name;
@@ -212,9 +237,9 @@ impl Adapter {
             let of = base
                 .projection(target)
                 .map_err(|e| Error::new(format!("{name}: tensor `{full}`: {e}")))?;
-            let rank = tensor.info.shape.iter().rev().nth(1).copied().unwrap_or(0);
+            let rank = of.rank_of(&tensor.info.shape);
             let b = file.require(&format!("{target}.lora_b"))?;
-            let shapes = [of.shape(rank, of.width), of.shape(of.out, rank)];
+            let shapes = [of.a_shape(rank), of.b_shape(rank)];
             for (info, wanted) in [tensor.info, b.info].into_iter().zip(shapes) {
                 if info.shape != wanted {
                     return Err(Error::adapter(
@@ -244,7 +269,7 @@ impl Adapter {
         if tensors.is_empty() {
             return Err(Error::new(format!("{name}: the adapter has no tensors")));
         }
-        Ok(Adapter { alpha, tensors })
+        Ok(Adapter { alpha, dropout, tensors })
     }
 
     /// Writes the adapter, atomically, as llama.cpp reads it.
@@ -270,6 +295,9 @@ impl Adapter {
         metadata.insert("general.type", "adapter");
         metadata.insert("adapter.type", "lora");
         metadata.insert("adapter.lora.alpha", alpha);
+        if self.dropout != 0.0 {
+            metadata.insert(DROPOUT, self.dropout);
+        }
         let mut parts: Vec<(String, Vec<usize>, Cow<'_, [f32]>)> = Vec::new();
         for (target, t) in &self.tensors {
             let of = base.projection(target)?;
@@ -284,7 +312,7 @@ impl Adapter {
                     t.scale
                 )));
             }
-            let (a_shape, b_shape) = (of.shape(t.rank, of.width), of.shape(of.out, t.rank));
+            let (a_shape, b_shape) = (of.a_shape(t.rank), of.b_shape(t.rank));
             parts.push((format!("{target}.lora_a"), a_shape, Cow::Borrowed(&t.a)));
             parts.push((format!("{target}.lora_b"), b_shape, b));
         }
@@ -388,6 +416,11 @@ pub(crate) fn refuse_other_files(path: &Path) -> Result<()> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// A matrix of so many columns, its rows as columns.
+pub(crate) fn transposed(values: &[f32], cols: usize) -> Vec<f32> {
+    (0..cols).flat_map(|j| values.iter().skip(j).step_by(cols.max(1))).copied().collect()
 }
 
 /// Zeros of a shape; stacks of many experts may be more than there is memory.

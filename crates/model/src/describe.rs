@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::adapter::{effective_alpha, refuse_other_files, scale};
+use crate::adapter::{effective_alpha, refuse_other_files, scale, transposed};
 use crate::{Error, LoraTensor, Result, peft};
 
 /// An adapter's file or folder.
@@ -101,7 +101,9 @@ pub fn describe_adapter(path: &Path) -> Result<AdapterInfo> {
     for tensor in file.tensors() {
         let Some(target) = tensor.info.name.strip_suffix(".lora_a") else { continue };
         let b = file.require(&format!("{target}.lora_b"))?;
+        let is_table = target == "token_embd.weight";
         let (experts, rank, width) = match tensor.info.shape[..] {
+            [vocab, rank] if is_table => (None, rank, vocab),
             [rank, width] => (None, rank, width),
             [experts, rank, width] => (Some(experts), rank, width),
             _ => (None, 0, 0),
@@ -115,8 +117,9 @@ pub fn describe_adapter(path: &Path) -> Result<AdapterInfo> {
                 tensor.info.shape, b.info.shape
             )));
         }
-        let pair =
-            LoraTensor { rank, a: tensor.to_f32()?, b: b.to_f32()?, scale: scale(alpha, rank) };
+        let a = tensor.to_f32()?;
+        let a = if is_table { transposed(&a, rank) } else { a };
+        let pair = LoraTensor { rank, a, b: b.to_f32()?, scale: scale(alpha, rank) };
         pairs.push(PairInfo::of(target.to_string(), &pair, experts, width, out));
     }
     pairs.sort_by(|a, b| a.target.cmp(&b.target));

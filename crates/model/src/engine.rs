@@ -320,6 +320,7 @@ impl Engine {
             prefix: Some(self.cache.prefix_shape(pages)),
             states: EntryStates::of(self.model.geometry(), seq_count, self.cache.slot_count()),
             adapters: self.shapes_of(&used),
+            dropout: None,
             trainable: BTreeSet::new(),
         };
         let which = self.prepare(config)?;

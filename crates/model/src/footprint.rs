@@ -21,6 +21,7 @@ pub fn arena_bytes(model: &Model, config: &EngineConfig, rows: usize) -> Result<
         prefix: Some(PrefixShape { pages, page: PAGE, table: pages.next_power_of_two() }),
         states: EntryStates::of(model.geometry(), 1, config.states),
         adapters: Vec::new(),
+        dropout: None,
         trainable: BTreeSet::new(),
     };
     Ok(plan_of(model, &config)?.0.arena_bytes)

@@ -11,6 +11,7 @@ use gguf::blocks::{self, Decoded};
 use gguf::{Metadata, Tensor, TensorInfo, TensorType, Value, Writer};
 use graph::{Code, Refusal};
 
+use crate::adapter::transposed;
 use crate::{Adapter, Error, LoraTensor, Result, Skeleton};
 
 /// How to merge.
@@ -139,7 +140,8 @@ pub fn merge(
         match adapter.tensors.get(name) {
             None => writer.tensor(tensor.bytes)?,
             Some(lora) => {
-                let job = Job { tensor, lora, ty };
+                let table = base.projection(name)?.is_table.then(|| of_table(lora));
+                let job = Job { tensor, lora: table.as_ref().unwrap_or(lora), ty };
                 let (bytes, sums) = job.run(config.threads)?;
                 if sums.lost() > MOST_LOST && !config.force {
                     erased.push((name.clone(), sums.lost(), job.finer(config.threads)?));
@@ -158,6 +160,11 @@ pub fn merge(
     writer.finish()?;
     done(total, total);
     Ok(report)
+}
+
+/// A pair on a table as one on a matrix whose rows are the table's: a row of its A, times B.
+fn of_table(lora: &LoraTensor) -> LoraTensor {
+    LoraTensor { a: transposed(&lora.b, lora.rank), b: lora.a.clone(), ..*lora }
 }
 
 /// What a changed tensor is stored as.

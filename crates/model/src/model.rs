@@ -191,14 +191,17 @@ pub(crate) fn needs(source: &dyn TensorSource, arch: &dyn Architecture) -> Resul
         prefix: None,
         states: EntryStates::Zero,
         adapters: Vec::new(),
+        dropout: None,
         trainable: BTreeSet::new(),
     };
     let mut net = Net::new(source, &config);
     let hidden = arch.hidden(&mut net)?;
     net.logits(arch, hidden, 1, |_, _| Ok(()))?;
     let mut projections = net.projections().clone();
-    // The embedding that logits are tied to: an adapter would have to sit on both its uses.
-    projections.remove("token_embd.weight");
+    if !net.has("output.weight") {
+        // See `Base::projection`.
+        projections.remove("token_embd.weight");
+    }
     Ok(Tensors { names: net.used().clone(), plain: net.plain().clone(), projections })
 }
 

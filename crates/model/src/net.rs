@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use graph::{
-    AttentionAttrs, DType, GatedDeltaAttrs, GluKind, Graph, NodeId, NormKind, Op, RopeAngles,
-    RopeStyle, Shape, Unary,
+    AttentionAttrs, DType, Dropout, GatedDeltaAttrs, GluKind, Graph, NodeId, NormKind, Op, Real,
+    RopeAngles, RopeStyle, Shape, Unary,
 };
 
 use crate::weights::TensorSource;
@@ -23,21 +23,40 @@ pub struct LoraShape {
     pub rank: usize,
 }
 
-/// A matrix that rows are multiplied by, or a stack of them: what an adapter can sit on.
+/// A matrix that rows are multiplied by, a stack of them, or a table whose rows are taken by id:
+/// what an adapter can sit on.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Projection {
     /// How many matrices, where rows choose among experts.
     pub experts: Option<usize>,
     /// Outputs.
     pub out: usize,
-    /// Inputs.
+    /// Inputs; of a table, the ids it knows.
     pub width: usize,
+    /// True for a table of embeddings `[width, out]`. An id stands for a column of A, so A is
+    /// stored the other way round.
+    pub is_table: bool,
 }
 
 impl Projection {
-    /// The shape of a matrix for each expert, or of the one there is.
-    pub fn shape(&self, rows: usize, cols: usize) -> Vec<usize> {
-        self.experts.into_iter().chain([rows, cols]).collect()
+    /// The shape of A at a rank: `[r, in]` for each expert, or for the one matrix there is; of a
+    /// table `[ids, r]`.
+    pub fn a_shape(&self, rank: usize) -> Vec<usize> {
+        match self.is_table {
+            true => vec![self.width, rank],
+            false => self.experts.into_iter().chain([rank, self.width]).collect(),
+        }
+    }
+
+    /// The shape of B at a rank: `[out, r]` for each expert, or for the one matrix there is.
+    pub fn b_shape(&self, rank: usize) -> Vec<usize> {
+        self.experts.into_iter().chain([self.out, rank]).collect()
+    }
+
+    /// The rank of a pair whose A has this shape; 0 where no A has it.
+    pub(crate) fn rank_of(&self, a: &[usize]) -> usize {
+        let at = if self.is_table { 0 } else { 1 };
+        a.iter().rev().nth(at).copied().unwrap_or(0)
     }
 }
 
@@ -119,6 +138,8 @@ pub struct NetConfig {
     pub states: EntryStates,
     /// Per adapter slot, what it adapts.
     pub adapters: Vec<Vec<LoraShape>>,
+    /// The share of what adapters read that is dropped, in training; the base reads all.
+    pub dropout: Option<Real>,
     /// Float tensors that are host leaves, to be trained or differentiated.
     pub trainable: BTreeSet<String>,
 }
@@ -127,7 +148,8 @@ pub struct NetConfig {
 /// `seqs` i32 [S, 3], `table` i32 [S, M], `logit_rows` i32 [L], `cache.I.k` and `.v` for
 /// the I-th layer with attention, `state.I` and `state_slots` (see [`EntryStates`]),
 /// `lora_rows.SLOTS` i32 [T] and `lora_rows.SLOTS.head` i32 [L] (see [`Net::lora_rows_name`]), `SLOT:TENSOR.lora_a`, `.lora_b`,
-/// `.lora_scale`, and the model's own tensor names.
+/// `.lora_scale`; with dropout `dropout_rows` i32 [T, 2], `dropout_rows.head` i32 [L, 2] and
+/// `dropout_key` i32 [2], see [`Dropout`]; and the model's own tensor names.
 pub struct Net<'a> {
     /// The graph so far.
     pub graph: Graph,
@@ -147,6 +169,8 @@ pub struct Net<'a> {
     used: BTreeSet<String>,
     plain: BTreeSet<String>,
     projections: BTreeMap<String, Projection>,
+    /// Targets whose input is dropped out, by the order in which they come.
+    sites: BTreeMap<String, u32>,
 }
 
 /// The operands of the adapters on a projection.
@@ -163,8 +187,21 @@ impl<'a> Net<'a> {
     pub fn new(tensors: &'a dyn TensorSource, config: &'a NetConfig) -> Net<'a> {
         let (used, plain, projections) = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new());
         let (graph, kv, computed, states) = (Graph::new(), Vec::new(), Vec::new(), Vec::new());
-        let (layer, head) = (None, None);
-        Net { graph, kv, computed, states, config, tensors, layer, head, used, plain, projections }
+        let (layer, head, sites) = (None, None, BTreeMap::new());
+        Net {
+            graph,
+            kv,
+            computed,
+            states,
+            config,
+            tensors,
+            layer,
+            head,
+            used,
+            plain,
+            projections,
+            sites,
+        }
     }
 
     /// What it is built for.
@@ -256,14 +293,38 @@ impl<'a> Net<'a> {
         Ok(self.graph.leaf(name, Shape::new(dims)?, DType::I32)?)
     }
 
-    /// Rows of the embedding table `[vocab, width]` for the input tokens: `[T, width]`.
+    /// Rows of the embedding table `[vocab, width]` for the input tokens, plus every adapter on it:
+    /// `[T, width]`.
     ///
     /// # Errors
     /// When the tensor is missing or of another shape.
     pub fn embed(&mut self, name: &str, vocab: usize, width: usize) -> Result<NodeId> {
-        let table = self.tensor(&format!("{name}.weight"), &[vocab, width])?;
+        let target = format!("{name}.weight");
+        let table = self.tensor(&target, &[vocab, width])?;
         let ids = self.input("tokens", &[self.config.rows])?;
-        Ok(self.graph.gather(table, ids, name)?)
+        let of = Projection { experts: None, out: width, width: vocab, is_table: true };
+        self.projections.insert(target.clone(), of);
+        let mut y = self.graph.gather(table, ids, name)?;
+        for (slot, rank) in self.slots_on(&target) {
+            // What A makes of an id is a row of it; each slot has its own, so each is added alone.
+            let [a, b, scale] = self.pair(slot, &target, rank, of)?;
+            let x = self.graph.gather(a, ids, &target)?;
+            let one = self.identity(rank)?;
+            let rows = self.input(&Net::lora_rows_name(&[slot]), &[self.config.rows])?;
+            y = self.graph.push(Op::Lora { slots: 1 }, &[x, y, rows, one, b, scale], &target)?;
+        }
+        Ok(y)
+    }
+
+    /// The matrix `[n, n]` that changes nothing, exactly: 1 where row and column are the same.
+    fn identity(&mut self, n: usize) -> Result<NodeId> {
+        let graph = &mut self.graph;
+        let ones = graph.fill(1.0, Shape::new(&[n, n])?)?;
+        let (row, column) = (graph.cum_sum(ones, 0)?, graph.cum_sum(ones, 1)?);
+        let apart = graph.sub(row, column)?;
+        let apart = graph.unary(Unary::Abs, apart)?;
+        let other = graph.unary(Unary::Step, apart)?;
+        Ok(graph.affine(other, -1.0, 1.0)?)
     }
 
     /// `x . W^T`, plus every adapter on it, plus the bias if the model has one: `[T, out]`.
@@ -275,11 +336,11 @@ impl<'a> Net<'a> {
         let weight_name = format!("{name}.weight");
         let w = self.tensor(&weight_name, &[out, width])?;
         let y = self.graph.project(x, w)?;
-        let projection = Projection { experts: None, out, width };
+        let projection = Projection { experts: None, out, width, is_table: false };
         let y = match self.adapters(&weight_name, projection)? {
             None => y,
             Some(Adapters { slots, rows, operands }) => {
-                let mut args = vec![x, y, rows];
+                let mut args = vec![self.dropped(x, &weight_name)?, y, rows];
                 args.extend(operands);
                 self.graph.push(Op::Lora { slots }, &args, &weight_name)?
             }
@@ -298,23 +359,42 @@ impl<'a> Net<'a> {
         format!("lora_rows.{}", list.join("+"))
     }
 
+    /// The slots with a pair on a target, and its rank in each.
+    fn slots_on(&self, target: &str) -> Vec<(usize, usize)> {
+        let slots = self.config.adapters.iter().enumerate();
+        let pair = |(slot, tensors): (usize, &Vec<LoraShape>)| {
+            let of = tensors.iter().find(|t| t.target == target)?;
+            Some((slot, of.rank))
+        };
+        slots.filter_map(pair).collect()
+    }
+
+    /// A, B and the scale of a slot's pair.
+    fn pair(
+        &mut self,
+        slot: usize,
+        target: &str,
+        rank: usize,
+        of: Projection,
+    ) -> Result<[NodeId; 3]> {
+        let mut leaf = |part: &str, dims: &[usize]| -> Result<NodeId> {
+            let name = format!("{slot}:{target}.{part}");
+            Ok(self.graph.leaf(&name, Shape::new(dims)?, DType::F32)?)
+        };
+        let a = leaf("lora_a", &of.a_shape(rank))?;
+        let b = leaf("lora_b", &of.b_shape(rank))?;
+        Ok([a, b, leaf("lora_scale", &[1])?])
+    }
+
     /// The adapters on a projection, if there are any.
     fn adapters(&mut self, target: &str, of: Projection) -> Result<Option<Adapters>> {
         self.projections.insert(target.to_string(), of);
         let config = self.config;
         let mut slots = Vec::new();
         let mut operands = Vec::new();
-        for (slot, tensors) in config.adapters.iter().enumerate() {
-            let Some(lora) = tensors.iter().find(|t| t.target == target) else { continue };
+        for (slot, rank) in self.slots_on(target) {
             slots.push(slot);
-            for (part, dims) in [
-                ("lora_a", of.shape(lora.rank, of.width)),
-                ("lora_b", of.shape(of.out, lora.rank)),
-                ("lora_scale", vec![1]),
-            ] {
-                let name = format!("{slot}:{target}.{part}");
-                operands.push(self.graph.leaf(&name, Shape::new(&dims)?, DType::F32)?);
-            }
+            operands.extend(self.pair(slot, target, rank, of)?);
         }
         if slots.is_empty() {
             return Ok(None);
@@ -328,6 +408,27 @@ impl<'a> Net<'a> {
             }
         };
         Ok(Some(Adapters { slots: slots.len(), rows, operands }))
+    }
+
+    /// What the adapters on a target read: `x`, of which some is dropped in training.
+    fn dropped(&mut self, x: NodeId, target: &str) -> Result<NodeId> {
+        let Some(p) = self.config.dropout else { return Ok(x) };
+        let rows = match self.head {
+            None => self.input("dropout_rows", &[self.config.rows, 2])?,
+            Some((start, len)) => {
+                let all = self.input("dropout_rows.head", &[self.config.logit_rows, 2])?;
+                self.graph.slice(all, 0, start, len)?
+            }
+        };
+        let key = self.input("dropout_key", &[2])?;
+        let next = u32::try_from(self.sites.len()).unwrap_or(u32::MAX);
+        let site = *self.sites.entry(target.to_string()).or_insert(next);
+        // Drawn again by the backward pass: every target has its own, which would be kept beside
+        // what all of them read.
+        let before = self.graph.set_transient(true);
+        let made = self.graph.push(Op::Dropout(Dropout { p, site }), &[x, rows, key], target);
+        self.graph.set_transient(before);
+        Ok(made?)
     }
 
     /// Rows `[T, 1 or used, K]` times the experts they chose by `ids` `[T, used]`, plus every
@@ -344,11 +445,11 @@ impl<'a> Net<'a> {
         let weight_name = format!("{name}.weight");
         let w = self.tensor(&weight_name, &[experts, out, width])?;
         let y = self.graph.project_experts(x, w, ids)?;
-        let projection = Projection { experts: Some(experts), out, width };
+        let projection = Projection { experts: Some(experts), out, width, is_table: false };
         let y = match self.adapters(&weight_name, projection)? {
             None => y,
             Some(Adapters { slots, rows, operands }) => {
-                let mut args = vec![x, y, rows, ids];
+                let mut args = vec![self.dropped(x, &weight_name)?, y, rows, ids];
                 args.extend(operands);
                 self.graph.push(Op::LoraExperts { slots }, &args, &weight_name)?
             }

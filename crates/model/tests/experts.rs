@@ -29,6 +29,7 @@ fn layers(model: &Model, tokens: &[u32]) -> (Vec<Vec<f32>>, Vec<Vec<f32>>) {
         prefix: None,
         states: EntryStates::Zero,
         adapters: Vec::new(),
+        dropout: None,
         trainable: BTreeSet::new(),
     };
     let mut net = Net::new(model.weights(), &config);

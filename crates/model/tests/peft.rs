@@ -272,7 +272,7 @@ fn f49_what_is_wrong_is_refused_by_tensor() {
         "rope_freqs.weight",
         "base_model.model.model.norm.weight",
         "base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector.weight",
-        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.lora_embedding_C",
     ] {
         says(&insert(stray), &[stray, "is no LoRA pair"]);
     }
@@ -412,4 +412,32 @@ fn gates_without_ups_have_no_name_in_peft() {
     let error = adapter.write_peft(&folder.join("out"), &base.base()).unwrap_err().to_string();
     assert!(error.contains("experts of layer 2"), "{error}");
     assert!(!folder.join("out").exists());
+}
+
+/// Dropout is noted, and PEFT takes none on parameters, which experts are there: its
+/// `lora.ParamWrapper` refuses a folder that says otherwise.
+#[test]
+fn dropout_is_noted_where_peft_takes_it() {
+    let folder = Folder::new("dropout");
+    for (arch, noted) in [("llama", 0.05f32), ("mixtral", 0.05), ("qwen3_5_moe", 0.0)] {
+        let base = skeleton(arch);
+        let plain = Adapter::read_for(&fixture(arch, "adapter.gguf"), &base.base()).unwrap();
+        assert_eq!(plain.dropout, 0.0);
+        let adapter = Adapter { dropout: 0.05, ..plain.clone() };
+        let out = folder.join(arch);
+        adapter.write_peft(&out, &base.base()).unwrap();
+        let config: serde_json::Value =
+            serde_json::from_slice(&fs::read(out.join("adapter_config.json")).unwrap()).unwrap();
+        let written = noted.to_string().parse::<f64>().unwrap();
+        assert_eq!(config["lora_dropout"], written, "{arch}");
+        assert_eq!(Adapter::read_for(&out, &base.base()).unwrap().dropout, noted, "{arch}");
+        // In GGUF as a key of its own, without which files are as they were.
+        let files = [&plain, &adapter].map(|adapter| {
+            let file = out.join("adapter.gguf");
+            adapter.write_for(&file, &base.base()).unwrap();
+            assert!(Adapter::read_for(&file, &base.base()).unwrap() == *adapter, "{arch}");
+            Gguf::open(&file).unwrap().metadata().contains("adapter.lora.dropout")
+        });
+        assert_eq!(files, [false, true], "{arch}");
+    }
 }

@@ -142,7 +142,13 @@ impl Fuzzer {
         let dim = self.0.below(4) as u8;
         let [t, k, n, h] = [(); 4].map(|()| self.size());
         let real = self.real();
-        match self.0.below(45) {
+        match self.0.below(46) {
+            45 => {
+                let x = self.pick(&[vec![t, k], vec![t, h, n]]);
+                let p = self.pick(&[0.0, 0.3, 0.9999]);
+                let op = Op::Dropout(Dropout { p: Real::new(p), site: self.0.below(3) as u32 });
+                (op, vec![f(&x), i(&[t, 2]), i(&[2])])
+            }
             44 => {
                 let (e, own) = (self.size(), self.one_in(2));
                 let x = vec![t, if own { 2 } else { 1 }, k];

@@ -130,7 +130,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let vocab = model.geometry().vocab;
     let tokens: Vec<u32> = (0..=window).map(|i| ((i * 7919 + 1000) % vocab) as u32).collect();
-    let windows = [Window { examples: vec![Example { weights: vec![1.0; tokens.len()], tokens }] }];
+    let windows = [Window::from(vec![Example { weights: vec![1.0; tokens.len()], tokens }])];
     let mut trainer = Trainer::new(&model, config)?;
     let (clock, mut whole) = (Instant::now(), f64::INFINITY);
     for _ in 0..=PASSES {

@@ -107,6 +107,10 @@ impl TrainConfig {
         if self.patience == Some(0) {
             return wrong("patience", 0, "at least 1 evaluation");
         }
+        let dropout = self.graph.dropout.get();
+        if !(0.0..1.0).contains(&dropout) {
+            return wrong("dropout", dropout, "a number from 0 to below 1");
+        }
         if let Some(name) = self.ranks.keys().find(|name| !self.targets.contains(name)) {
             return wrong("ranks", format!("about `{name}`"), "tensors of `targets` alone");
         }
@@ -169,7 +173,8 @@ impl TrainConfig {
             graph,
         } = self;
         // Neither recomputation nor placement changes a bit.
-        let GraphConfig { rows, cache, recompute: _, grad_precision, placement: _ } = graph;
+        let GraphConfig { rows, cache, recompute: _, grad_precision, placement: _, dropout } =
+            graph;
         // As people write it: 0.003 is not 0.003000000026077032.
         let plain = |v: f32| v.to_string().parse::<f64>().unwrap_or(f64::from(v));
         let settings = json!({
@@ -199,7 +204,13 @@ impl TrainConfig {
             "grad_precision": grad_precision.name(),
         });
         match settings {
-            Value::Object(settings) => settings,
+            Value::Object(mut settings) => {
+                // Files from before there was dropout are of runs without it.
+                if dropout.get() != 0.0 {
+                    settings.insert("dropout".into(), json!(plain(dropout.get())));
+                }
+                settings
+            }
             _ => Map::new(),
         }
     }

@@ -2,6 +2,7 @@
 //! than a graph, those of its chunks.
 
 mod graphs;
+mod masks;
 mod memory;
 #[cfg(test)]
 mod tests;
@@ -12,10 +13,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use graph::{DType, Device, GradPrecision, Placed, Policy, Recompute, Shape, Stop, Workspace};
+use graph::{
+    DType, Device, GradPrecision, Placed, Policy, Real, Recompute, Shape, Stop, Workspace,
+};
 use model::{Adapter, Model, Weights};
 
 use self::graphs::{Built, Inputs, Kind, Run};
+pub use self::masks::Masks;
 use self::memory::Memory;
 use self::walk::Walk;
 use crate::{Error, Example, Result, Window, pack};
@@ -33,6 +37,25 @@ pub struct GraphConfig {
     pub grad_precision: GradPrecision,
     /// What becomes of a node that the model's device has no kernel for.
     pub placement: Policy,
+    /// The share of what adapters read that is dropped, at least 0 and below 1; the rest is
+    /// multiplied by `1 / (1 - dropout)`, as PEFT does. An embedding's adapter reads ids, of which
+    /// nothing is dropped.
+    pub dropout: Real,
+}
+
+/// What a window is run for.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Goal {
+    /// Its loss, with nothing dropped.
+    Loss,
+    /// Its loss and its gradient.
+    Gradient(Masks),
+}
+
+impl Goal {
+    fn is_loss(self) -> bool {
+        self == Goal::Loss
+    }
 }
 
 impl Default for GraphConfig {
@@ -43,6 +66,7 @@ impl Default for GraphConfig {
             recompute: Recompute::None,
             grad_precision: GradPrecision::F32,
             placement: Policy::Fallback,
+            dropout: Real::new(0.0),
         }
     }
 }
@@ -148,12 +172,18 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     /// For a model.
     ///
     /// # Errors
-    /// When the graph has no rows or more than 2^20.
+    /// When the graph has no rows or more than 2^20, or the share that is dropped is none.
     pub fn new(model: M, config: GraphConfig) -> Result<Gradients<M>> {
         if config.rows == 0 || config.rows > LONGEST {
             return Err(Error::Setting(format!(
                 "the window is {} rows, expected 1 to 2^20",
                 config.rows
+            )));
+        }
+        let dropout = config.dropout.get();
+        if !(0.0..1.0).contains(&dropout) {
+            return Err(Error::Setting(format!(
+                "`dropout` is {dropout}; expected a number from 0 to below 1"
             )));
         }
         Ok(Gradients {
@@ -251,7 +281,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     /// # Errors
     /// The refusal, when the graph cannot be differentiated or run.
     pub fn plan(&mut self, parameters: &Parameters) -> Result<&Placed> {
-        let kind = Kind { labelled: self.config.rows, earlier: None, backward: true };
+        let kind = self.kind(self.config.rows, None, true, false);
         let i = self.build(kind, parameters)?;
         match self.built.get(i) {
             Some(built) => Ok(&built.placed),
@@ -305,9 +335,21 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             true => Ok(self.survey(window, forward, parameters)?.kinds()),
             false => {
                 let labelled = bucket(labelled(window));
-                Ok(vec![Kind { labelled, earlier: None, backward: !forward }])
+                Ok(vec![self.kind(labelled, None, !forward, forward)])
             }
         }
+    }
+
+    /// A graph of an evaluation, which drops nothing, or of an optimizer step.
+    fn kind(
+        &self,
+        labelled: usize,
+        earlier: Option<usize>,
+        backward: bool,
+        evaluation: bool,
+    ) -> Kind {
+        let dropped = !evaluation && self.config.dropout.get() > 0.0;
+        Kind { labelled, earlier, backward, dropped }
     }
 
     /// True for a window that goes through its graphs chunk by chunk.
@@ -347,7 +389,8 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     }
 
     /// The loss of a window and its gradient. `total` is the weight the loss is divided by: the
-    /// window's own, or that of all windows of a step.
+    /// window's own, or that of all windows of a step. What is dropped is that of the first step
+    /// of seed 0.
     ///
     /// # Errors
     /// The refusal before anything runs; a fault; or a number that is not finite, by name.
@@ -358,19 +401,36 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         parameters: &Parameters,
         stop: &dyn Stop,
     ) -> Result<Measured> {
-        let mut pass = self.begin(window, total, false, parameters)?;
+        self.measure(window, total, Goal::Gradient(Masks::of(0, 0)), parameters, stop)
+    }
+
+    /// The loss of a window, and its gradient where that is the goal; `total` as for
+    /// [`Gradients::of`].
+    ///
+    /// # Errors
+    /// As [`Gradients::of`].
+    pub fn measure(
+        &mut self,
+        window: &Window,
+        total: f64,
+        goal: Goal,
+        parameters: &Parameters,
+        stop: &dyn Stop,
+    ) -> Result<Measured> {
+        let mut pass = self.begin(window, total, goal, parameters)?;
+        let names = if goal.is_loss() { Vec::new() } else { parameters.names() };
         let mut grads: BTreeMap<String, Vec<f32>> = BTreeMap::new();
         let mut grad = Vec::new();
         loop {
             while !self.advance(&mut pass, parameters, stop)? {}
-            for (i, name) in parameters.names().into_iter().enumerate() {
+            for (i, name) in names.iter().enumerate() {
                 if !self.gradient(&pass, i, &mut grad)? {
                     continue;
                 }
-                match grads.get_mut(&name) {
+                match grads.get_mut(name) {
                     Some(sum) => sum.iter_mut().zip(&grad).for_each(|(a, b)| *a += b),
                     None => {
-                        grads.insert(name, std::mem::take(&mut grad));
+                        grads.insert(name.clone(), std::mem::take(&mut grad));
                     }
                 }
             }
@@ -381,7 +441,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     }
 
     /// Lays a window out as the inputs of its graphs, which are built if they are new. `total` is
-    /// as for [`Gradients::of`]; where `forward`, only the loss is computed.
+    /// as for [`Gradients::of`].
     ///
     /// # Errors
     /// The refusal; or a window that does not fit, has a token outside of the vocabulary, or no
@@ -390,7 +450,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         &mut self,
         window: &Window,
         total: f64,
-        forward: bool,
+        goal: Goal,
         parameters: &Parameters,
     ) -> Result<Pass> {
         let vocab = self.model.geometry().vocab;
@@ -403,7 +463,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         }
         let rows = window.rows();
         if self.is_walked(window) {
-            let walk = self.begin_walk(window, total, forward, parameters)?;
+            let walk = self.begin_walk(window, total, goal, parameters)?;
             return Ok(Pass { course: Course::Walk(Box::new(walk)), rows });
         }
         let (fit, most) = (self.config.rows, self.most_sequences());
@@ -414,9 +474,10 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             )));
         }
         let labelled = bucket(labelled(window));
-        let all = window.examples.iter().map(|e| (e, 0..e.rows()));
-        let inputs = lay_out(all, (fit, most, labelled), total);
-        let kind = Kind { labelled, earlier: None, backward: !forward };
+        let kind = self.kind(labelled, None, !goal.is_loss(), goal.is_loss());
+        let numbers = window.numbers.iter().copied().chain(std::iter::repeat(u32::MAX));
+        let all = window.examples.iter().zip(numbers).map(|(e, number)| (e, number, 0..e.rows()));
+        let inputs = lay_out(all, (fit, most, labelled), total, kind.masks(goal));
         let run = self.begin_run(kind, inputs, None, parameters)?;
         Ok(Pass { course: Course::Whole(run), rows })
     }
@@ -502,19 +563,22 @@ fn weigh(sum: f64, weights: &[f32], nll: &[f32]) -> f64 {
 }
 
 /// The inputs of a graph of so many rows, sequences and rows with loss: of each example the rows
-/// of a range, whose positions come after those before it.
+/// of a range, whose positions come after those before it. `masks` say what is dropped of a row, by
+/// the number of its example and its position.
 fn lay_out<'a>(
-    examples: impl Iterator<Item = (&'a Example, Range<usize>)>,
+    examples: impl Iterator<Item = (&'a Example, u32, Range<usize>)>,
     (rows, sequences, labelled): (usize, usize, usize),
     total: f64,
+    masks: Option<Masks>,
 ) -> Inputs {
     let mut tokens = vec![0i32; rows];
     let mut positions = vec![0i32; rows];
     let mut slots = vec![-1i32; rows];
     let mut seqs = vec![0i32; sequences * 3];
+    let mut drops = vec![0i32; if masks.is_some() { rows * 2 } else { 0 }];
     let (mut logit_rows, mut labels, mut weights) = (Vec::new(), Vec::new(), Vec::new());
     let mut first = 0;
-    for (i, (example, range)) in examples.enumerate() {
+    for (i, (example, number, range)) in examples.enumerate() {
         for (k, value) in [first, range.len(), range.start].into_iter().enumerate() {
             put(&mut seqs, i * 3 + k, value as i32);
         }
@@ -525,6 +589,8 @@ fn lay_out<'a>(
             put(&mut tokens, row, token as i32);
             put(&mut positions, row, j as i32);
             put(&mut slots, row, 0);
+            put(&mut drops, row * 2, number as i32);
+            put(&mut drops, row * 2 + 1, j as i32);
             if weight != 0.0 {
                 logit_rows.push(row as i32);
                 labels.push(label as i32);
@@ -538,7 +604,17 @@ fn lay_out<'a>(
     labels.resize(labelled, -1);
     weights.resize(labelled, 0.0);
     let head_slots = labels.iter().map(|&l| if l < 0 { -1 } else { 0 }).collect();
-    let ints = vec![
+    let mut ints = Vec::new();
+    if let Some(masks) = masks {
+        let of = |&row: &i32| {
+            let first = row as usize * 2;
+            [first, first + 1].map(|i| drops.get(i).copied().unwrap_or(0))
+        };
+        ints.push(("dropout_rows.head", logit_rows.iter().flat_map(of).collect()));
+        ints.push(("dropout_rows", drops));
+        ints.push(("dropout_key", masks.key().to_vec()));
+    }
+    ints.extend([
         ("tokens", tokens),
         ("positions", positions),
         ("seqs", seqs),
@@ -546,7 +622,7 @@ fn lay_out<'a>(
         ("labels", labels),
         ("lora_rows.0", slots),
         ("lora_rows.0.head", head_slots),
-    ];
+    ]);
     Inputs { ints, weights, loud }
 }
 

@@ -6,7 +6,7 @@ use graph::{Search, Stop};
 use model::Model;
 
 use crate::gradients::Pass;
-use crate::{Error, Gradients, Parameters, Result, Window};
+use crate::{Error, Goal, Gradients, Parameters, Result, Window};
 
 /// An evaluation under way.
 pub(crate) struct HeldOut {
@@ -39,7 +39,7 @@ impl HeldOut {
         while let Some(window) = windows.get(self.window) {
             let pass = match &mut self.pass {
                 Some(pass) => pass,
-                none => none.insert(gradients.begin(window, total, true, parameters)?),
+                none => none.insert(gradients.begin(window, total, Goal::Loss, parameters)?),
             };
             if let Some(blame) = &mut self.blame {
                 blame.advance(gradients, pass, parameters, stop)?;

@@ -29,7 +29,7 @@ pub use error::{Error, Result};
 pub use estimate::Rates;
 pub use fit::{Nearest, nearest};
 pub use gradients::{
-    Gradients, GraphConfig, Measured, Parameters, Pass, Walks, loss_of, most_sequences,
+    Goal, Gradients, GraphConfig, Masks, Measured, Parameters, Pass, Walks, loss_of, most_sequences,
 };
 pub use optimizer::{Method, Optimizer, Schedule};
 pub use targets::{select_targets, top_layers};

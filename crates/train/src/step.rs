@@ -7,7 +7,7 @@ use std::ops::Deref;
 use crate::gradients::Pass;
 use crate::held_out::Blame;
 use crate::moved::Moved;
-use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, Window};
+use crate::{Error, Example, Goal, Gradients, Masks, Optimizer, Parameters, Result, Window};
 
 /// What a step does next.
 enum Stage {
@@ -26,6 +26,7 @@ enum Stage {
 /// A step under way.
 pub(crate) struct Step {
     windows: Vec<Window>,
+    masks: Masks,
     lr: f32,
     /// Gradients are scaled down to this norm; 0 leaves them.
     clip: f32,
@@ -70,10 +71,16 @@ fn add(name: &str, sum: &mut [f32], gradient: &[f32]) -> Result<()> {
 }
 
 impl Step {
-    pub(crate) fn new(windows: Vec<Window>, lr: f32, clip: f32, parameters: &Parameters) -> Step {
+    pub(crate) fn new(
+        windows: Vec<Window>,
+        masks: Masks,
+        (lr, clip): (f32, f32),
+        parameters: &Parameters,
+    ) -> Step {
         Step {
             total: total_weight(&windows),
             windows,
+            masks,
             lr,
             clip,
             loss: 0.0,
@@ -113,7 +120,8 @@ impl Step {
                     let pass = match &mut self.pass {
                         Some(pass) => pass,
                         none => {
-                            none.insert(gradients.begin(window, self.total, false, parameters)?)
+                            let goal = Goal::Gradient(self.masks);
+                            none.insert(gradients.begin(window, self.total, goal, parameters)?)
                         }
                     };
                     if !gradients.advance(pass, parameters, stop)? {
@@ -231,7 +239,7 @@ mod tests {
     /// PRIOR-ART C1: sums of one step were carried into the next; every step has its own.
     #[test]
     fn bug_01_a_step_begins_without_sums() {
-        let step = Step::new(Vec::new(), 0.1, 1.0, &Parameters::default());
+        let step = Step::new(Vec::new(), Masks::of(0, 0), (0.1, 1.0), &Parameters::default());
         assert!(step.sums.is_empty() && step.buffer.is_empty() && step.loss == 0.0);
         assert!(matches!(step.stage, Stage::Run));
     }
@@ -242,7 +250,7 @@ mod tests {
     fn bug_28_a_bound_that_is_not_reached_scales_nothing() {
         let factor = |clip: f32, norm: f64| {
             let mut parameters = Parameters::default();
-            let step = Step::new(Vec::new(), 0.1, clip, &parameters);
+            let step = Step::new(Vec::new(), Masks::of(0, 0), (0.1, clip), &parameters);
             step.scale(norm, &mut parameters, &Optimizer::default()).unwrap()
         };
         // Only factors below 1 are applied.

@@ -10,20 +10,22 @@ use crate::{Error, Result};
 type Kind = (&'static str, fn(&str, &Projection) -> bool);
 
 /// Patterns of targets that are no part of a tensor's name.
-const KINDS: [Kind; 7] = [
+const KINDS: [Kind; 8] = [
     ("all", |name, _| name.starts_with("blk.")),
     ("all-linear", |name, _| name.starts_with("blk.")),
     ("attn", |name, _| name.contains(".attn_")),
     ("ffn", |name, _| name.contains(".ffn_")),
     ("experts", |_, projection| projection.experts.is_some()),
     ("router", |name, _| name.contains(".ffn_gate_inp.")),
+    ("embed", |_, projection| projection.is_table),
     ("head", |name, _| name == "output.weight"),
 ];
 
 /// The projections that a list of patterns names: `all` (or `all-linear`) for every projection
 /// inside a layer, `attn` or `ffn` for those halves, `experts` for the stacks of routed experts,
-/// `router` for what chooses among them, `head` for the projection to the vocabulary where that is
-/// a tensor of its own, or part of a tensor name such as `attn_q` or `blk.3.`.
+/// `router` for what chooses among them, `embed` for the embedding of tokens and `head` for the
+/// projection to the vocabulary where those are two tensors, or part of a tensor name such as
+/// `attn_q` or `blk.3.`.
 ///
 /// # Errors
 /// A pattern that matches nothing, with the candidates.
@@ -38,6 +40,14 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
         };
         let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
         if matches.is_empty() {
+            let tensor = match pattern.as_str() {
+                "embed" => Some("token_embd.weight"),
+                "head" => Some("output.weight"),
+                _ => None,
+            };
+            if let Some(Err(why)) = tensor.map(|tensor| model.base().projection(tensor)) {
+                return Err(Error::Setting(format!("target `{pattern}`: {why}")));
+            }
             let of_model = |(_, of_kind): &&Kind| {
                 projections.iter().any(|(name, projection)| of_kind(name, projection))
             };

@@ -11,7 +11,7 @@ use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
 use crate::held_out::HeldOut;
 use crate::moved::Moved;
 use crate::step::{Step, Stepped, total_weight};
-use crate::{Error, Example, Gradients, Optimizer, Parameters, Result, TrainConfig, Window};
+use crate::{Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig, Window};
 
 /// What a run reports as it goes.
 #[derive(Clone, PartialEq, Debug)]
@@ -195,6 +195,12 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 (Some(Adapter::fresh(&model, config.ranks(), alpha, *seed)?), fresh)
             }
         };
+        let dropout = config.graph.dropout.get();
+        if dropout > 0.0 && adapter.is_none() {
+            let why = "expected 0 where there is no adapter whose input could be dropped";
+            return Err(Error::Setting(format!("`dropout` is {dropout}; {why}")));
+        }
+        let adapter = adapter.map(|adapter| Adapter { dropout, ..adapter });
         let moved = Moved::new(&model, adapter.as_ref(), &config.weights);
         // Planned before a tensor is read, so that what is refused costs nothing.
         let empty = config.weights.iter().map(|name| (name.clone(), Vec::new()));
@@ -527,7 +533,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let windows = chunk.iter().map(|w| Window::of(&self.examples, w)).collect();
         let factor = self.config.schedule.factor(self.steps(), self.steps, self.config.warmup);
         let lr = self.config.lr * factor;
-        Work::Step(Box::new(Step::new(windows, lr, self.config.clip, &self.parameters)))
+        Work::Step(Box::new(self.step_of(windows, lr)))
+    }
+
+    /// The next step. What it drops follows from how many the optimizer has taken, those of the
+    /// run it goes on from among them.
+    fn step_of(&self, windows: Vec<Window>, lr: f32) -> Step {
+        let masks = Masks::of(self.config.seed, self.optimizer.steps);
+        Step::new(windows, masks, (lr, self.config.clip), &self.parameters)
     }
 
     /// The work that comes after a step that is counted and has moved all.
@@ -622,7 +635,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// As [`Gradients::of`]; the parameters have not moved then.
     pub fn step(&mut self, windows: &[Window], lr: f32) -> Result<(f64, f64)> {
-        let mut step = Step::new(windows.to_vec(), lr, self.config.clip, &self.parameters);
+        let mut step = self.step_of(windows.to_vec(), lr);
         let Trainer { gradients, parameters, optimizer, moved, .. } = self;
         loop {
             if let Some(done) = step.advance(gradients, parameters, optimizer, moved, &())? {
@@ -687,7 +700,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 self.parameters.value_mut(name).unwrap_or(&mut []).copy_from_slice(&kept);
             }
         }
-        let none = Adapter { alpha: self.config.alpha, tensors: BTreeMap::new() };
+        let none = Adapter { alpha: self.config.alpha, dropout: 0.0, tensors: BTreeMap::new() };
         Ok(Outcome {
             adapter: self.parameters.adapter.unwrap_or(none),
             weights: self.parameters.weights,

@@ -51,7 +51,7 @@ fn measure(model: &Model, parameters: &Parameters) -> Measured {
     let tokens: Vec<u32> = (0..40).map(|_| random.below(320) as u32).collect();
     let example = Example { weights: vec![1.0; tokens.len()], tokens };
     let config = GraphConfig { rows: 64, cache: DType::F32, ..GraphConfig::default() };
-    let window = Window { examples: vec![example] };
+    let window = Window::from(vec![example]);
     Gradients::new(model, config).unwrap().of(&window, 39.0, parameters, &()).unwrap()
 }
 

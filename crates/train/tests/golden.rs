@@ -34,7 +34,7 @@ fn window(golden: &Golden) -> Window {
         let weights = labels.iter().map(|&l| if l < 0.0 { 0.0 } else { 1.0 }).collect();
         Example { tokens: tokens.iter().map(|&t| t as u32).collect(), weights }
     });
-    Window { examples: examples.collect() }
+    Window::from(examples.collect::<Vec<_>>())
 }
 
 fn measure(

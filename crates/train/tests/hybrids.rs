@@ -49,7 +49,7 @@ fn example(seed: u64, n: usize) -> Example {
 
 fn measure(model: &Model, parameters: &Parameters, examples: &[&Example], rows: usize) -> Measured {
     let config = GraphConfig { rows, cache: DType::F32, ..GraphConfig::default() };
-    let window = Window { examples: examples.iter().map(|&e| e.clone()).collect() };
+    let window = Window::from(examples.iter().map(|&e| e.clone()).collect::<Vec<_>>());
     Gradients::new(model, config).unwrap().of(&window, 50.0, parameters, &()).unwrap()
 }
 

@@ -34,7 +34,7 @@ fn measure(model: &Model, precision: GradPrecision, recompute: Recompute) -> Mea
     let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
     let tokens: Vec<u32> = (0..49).map(|_| random.below(320) as u32).collect();
     let weights = vec![1.0; tokens.len()];
-    let window = Window { examples: vec![Example { tokens, weights }] };
+    let window = Window::from(vec![Example { tokens, weights }]);
     let config = GraphConfig {
         rows: 48,
         cache: DType::F32,

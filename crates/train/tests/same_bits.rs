@@ -101,7 +101,7 @@ fn recomputation_takes_a_smaller_plan_and_runs_fill_their_plan_exactly() {
         let all: Vec<Example> = examples();
         let full = all.iter().map(|e| Example { weights: vec![1.0; e.tokens.len()], ..e.clone() });
         // 64 loss rows: the window of 65 tokens.
-        let window = Window { examples: full.filter(|e| e.tokens.len() == 64).collect() };
+        let window = Window::from(full.filter(|e| e.tokens.len() == 64).collect::<Vec<_>>());
         trainer.step(&[window], 1e-3).unwrap();
         let (bytes, high) = trainer.gradients().arena();
         assert_eq!(bytes, high, "{recompute:?}: the arena is not filled to its plan");

@@ -65,7 +65,7 @@ fn what_is_trained_is_what_is_served() {
             let mut weights = vec![0.0; TOKENS];
             weights[at] = 1.0;
             let example = Example { tokens: tokens.clone(), weights };
-            let window = Window { examples: vec![other.clone(), example] };
+            let window = Window::from(vec![other.clone(), example]);
             let trained = gradients.of(&window, 1.0, &parameters, &()).unwrap().loss;
             for nll in &chunks {
                 assert_eq!(f64::from(nll[at - 1]).to_bits(), trained.to_bits(), "{arch}, {at}");

@@ -73,7 +73,7 @@ fn measure(
     rows: usize,
     cache: DType,
 ) -> Measured {
-    let window = Window { examples: vec![example.clone()] };
+    let window = Window::from(vec![example.clone()]);
     gradients(model, rows, cache, WHOLE).of(&window, example.weight(), parameters, &()).unwrap()
 }
 
@@ -106,7 +106,7 @@ fn a_window_in_two_four_or_eight_chunks_is_as_whole() {
         let of = |rows: usize| {
             let mut gradients = gradients(model, rows, cache, WHOLE);
             [&late, &spots].map(|example| {
-                let window = Window { examples: vec![example.clone()] };
+                let window = Window::from(vec![example.clone()]);
                 gradients.of(&window, example.weight(), parameters, &()).unwrap()
             })
         };
@@ -155,12 +155,12 @@ fn f38_a_walk_leaves_nothing_to_the_next() {
     for arch in TOYS {
         let (model, parameters) = toy(arch, TensorType::Q4_0, 2);
         // The second is shorter, begins without loss, and ends within a chunk.
-        let long = Window { examples: vec![example(1, 64, |i| i % 3 == 0)] };
-        let short = Window { examples: vec![example(2, 29, |i| i > 20)] };
+        let long = Window::from(vec![example(1, 64, |i| i % 3 == 0)]);
+        let short = Window::from(vec![example(2, 29, |i| i > 20)]);
         // As many as a graph of a hybrid has states for.
         let most = gradients(&model, 8, DType::F16, WHOLE).most_sequences();
         let packed = [example(3, 5, |_| true), example(4, 2, |_| true)];
-        let packed = Window { examples: packed.into_iter().take(most).collect() };
+        let packed = Window::from(packed.into_iter().take(most).collect::<Vec<_>>());
         let of = |gradients: &mut Gradients<&Model>, window: &Window| {
             gradients.of(window, 10.0, &parameters, &()).unwrap()
         };
@@ -179,7 +179,7 @@ fn f38_a_walk_leaves_nothing_to_the_next() {
 #[test]
 fn f12_a_walk_that_needs_more_host_memory_than_allowed_is_refused_before_it_takes_any() {
     let (model, parameters) = toy("llama", TensorType::Q4_0, 2);
-    let window = Window { examples: vec![example(1, 32_768, |i| i > 32_700)] };
+    let window = Window::from(vec![example(1, 32_768, |i| i > 32_700)]);
     // Two layers of keys and values of two heads of 64: a byte and a fraction each as they are
     // kept, four as gradients; less the last chunk, which no other reads.
     let numbers = 2 * 2 * 2 * 64 * (32_768 - 512);
@@ -222,7 +222,7 @@ fn a_walk_takes_its_plan_which_is_far_below_that_of_the_whole_window() {
         ("qwen3moe", Recompute::None),
     ] {
         let (model, parameters) = toy(arch, TensorType::Q4_0, 2);
-        let window = Window { examples: vec![example(1, 1024, |i| i % 4 == 0)] };
+        let window = Window::from(vec![example(1, 1024, |i| i % 4 == 0)]);
         let planned = |rows: usize| {
             let config = GraphConfig { rows, recompute, ..GraphConfig::default() };
             let gradients = Gradients::new(&model, config).unwrap();
@@ -251,7 +251,7 @@ fn a_horizon_of_the_window_is_none_and_a_shorter_one_is_another_gradient() {
     let example = example(1, 64, |i| i >= 20);
     let run = |model: &Model, parameters: &Parameters, horizon: usize| {
         let walks = Walks { horizon, ..WHOLE };
-        let window = Window { examples: vec![example.clone()] };
+        let window = Window::from(vec![example.clone()]);
         gradients(model, 8, DType::F32, walks).of(&window, 44.0, parameters, &()).unwrap()
     };
     for arch in ["llama", "gemma3", "qwen3moe", "qwen35"] {
@@ -425,7 +425,7 @@ fn long_examples_have_windows_of_their_own() {
     let error = gradients.pack(&long, &[0]).unwrap_err().to_string();
     assert_eq!(error, "example 1 has 66 tokens; a window takes 2 to 65; use a larger window");
     // A window that nobody packed so.
-    let two = Window { examples: vec![example(1, 9, |_| true), example(2, 9, |_| true)] };
+    let two = Window::from(vec![example(1, 9, |_| true), example(2, 9, |_| true)]);
     let error = gradients.of(&two, 1.0, &parameters, &()).unwrap_err().to_string();
     assert!(error.contains("18 rows and 2 sequences"), "{error}");
     for (chunk, window) in [(0, 64), (32, 16), (16, (1 << 20) + 1)] {

@@ -6,6 +6,7 @@
 //! and one tree where a row is reduced, chains in index order elsewhere.
 
 mod attention;
+mod dropout;
 mod elementwise;
 #[cfg(test)]
 mod fences;
@@ -114,6 +115,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Support {
         Op::Rope { .. } => rope::supports(call),
         Op::MatMul { .. } => matmul::supports(call),
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::supports(call),
+        Op::Dropout(_) => dropout::supports(call),
         Op::Lora { .. } | Op::LoraExperts { .. } => lora::supports_forward(call),
         Op::LoraBack { wrt, .. } | Op::LoraExpertsBack { wrt, .. } => {
             lora::supports_back(call, *wrt)
@@ -190,6 +192,7 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
         Op::RopeTable(_) | Op::Rope { .. } => rope::tiles(job),
         Op::MatMul { .. } => matmul::tiles(job),
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::tiles(job),
+        Op::Dropout(_) => row_tiles(job).count,
         Op::Lora { .. }
         | Op::LoraBack { .. }
         | Op::LoraExperts { .. }
@@ -245,6 +248,7 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, scratch: Scratch<'_>) {
         Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => {
             experts::run_tile(job, tile, scratch);
         }
+        Op::Dropout(dropout) => dropout::run_tile(job, *dropout, tile),
         Op::Lora { .. }
         | Op::LoraBack { .. }
         | Op::LoraExperts { .. }

@@ -231,7 +231,7 @@ fn train(args: &Args) -> Result<()> {
     for round in 0..rounds {
         let tokens = tokens(&model, window + 1, round);
         let example = Example { weights: vec![1.0; tokens.len()], tokens };
-        let windows = [Window { examples: vec![example] }];
+        let windows = [Window::from(vec![example])];
         let at = Instant::now();
         let (loss, _) = trainer.step(&windows, 1e-4)?;
         rates.push(per_second(window, at));

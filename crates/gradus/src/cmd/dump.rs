@@ -135,7 +135,7 @@ fn grads(args: &Common, wrt: &[String], recompute: bool) -> Result<BTreeMap<Stri
         if example.weight() == 0.0 {
             continue;
         }
-        let window = Window { examples: vec![example] };
+        let window = Window::from(vec![example]);
         let part = gradients.of(&window, total, &parameters, &())?;
         loss += part.loss;
         for (name, grad) in part.grads {
@@ -200,8 +200,8 @@ fn named(model: &Model, parameters: &Parameters, leaf: &str) -> Result<(String, 
     let pair = parameters.adapter.as_ref().and_then(|a| a.tensors.get(target)).ok_or_else(odd)?;
     let of = model.projections().get(target).ok_or_else(odd)?;
     match part {
-        "lora_a" => Ok((format!("lora.grad.{target}.a"), of.shape(pair.rank, of.width))),
-        "lora_b" => Ok((format!("lora.grad.{target}.b"), of.shape(of.out, pair.rank))),
+        "lora_a" => Ok((format!("lora.grad.{target}.a"), of.a_shape(pair.rank))),
+        "lora_b" => Ok((format!("lora.grad.{target}.b"), of.b_shape(pair.rank))),
         _ => Err(odd()),
     }
 }

@@ -5,6 +5,19 @@ use crate::*;
 
 type Checked<T> = std::result::Result<T, String>;
 
+/// The shape of `x`, whose rows have two numbers each, as the key has.
+pub(super) fn dropout(args: &[Operand], Dropout { p, .. }: Dropout) -> Rule {
+    f32s(args, &[0])?;
+    i32s(args, &[1, 2])?;
+    let [x, rows, key] = operands(args)?;
+    let p = p.get();
+    want((0.0..1.0).contains(&p), || format!("p must be at least 0 and below 1, is {p}"))?;
+    want(x.1.rank() >= 2, || format!("x must be [T, .., K], is {}", x.1))?;
+    is(rows.1, &[x.1.dim(0), 2], "rows")?;
+    is(key.1, &[2], "key")?;
+    Ok((DType::F32, x.1))
+}
+
 /// So many operands, then three per slot.
 fn count(args: &[Operand], head: usize, slots: usize) -> Checked<()> {
     let expected = slots.checked_mul(3).and_then(|n| n.checked_add(head));

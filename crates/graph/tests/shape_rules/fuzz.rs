@@ -67,7 +67,8 @@ fn random_op(rng: &mut Rng) -> Op {
         max_bias: if rng.chance(50) { 0.0.into() } else { real(rng) },
         sinks: rng.chance(50),
     };
-    match rng.below(54) {
+    match rng.below(55) {
+        54 => Op::Dropout(Dropout { p: real(rng), site: 3 }),
         50 => Op::MatMulExperts { tb: rng.chance(50) },
         51 => Op::ExpertOuter { experts: random_number(rng) },
         52 => Op::LoraExperts { slots: slots(rng) },
@@ -261,7 +262,7 @@ fn random_ops_on_random_operands_never_panic() {
                 5 | 20 | 27 | 30 => 3,
                 25 | 43 => 5,
                 24 => 6,
-                44 => 3,
+                44 | 54 => 3,
                 42 | 45 => 4,
                 46 | 48 => 7,
                 47 | 49 => 8,

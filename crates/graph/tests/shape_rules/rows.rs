@@ -200,7 +200,41 @@ pub fn rows() -> Vec<Case> {
         sinks,
     };
     let norm = |kind, eps: f32| Op::Norm { kind, eps: eps.into() };
+    let dropout = |p: f32| Op::Dropout(Dropout { p: p.into(), site: 1 });
     let mut cases = vec![
+        case(
+            dropout(0.25),
+            &[
+                ("f32 [5, 8]; i32 [5, 2]; i32 [2]", "f32 [5, 8]"),
+                ("f32 [5, 3, 8]; i32 [5, 2]; i32 [2]", "f32 [5, 3, 8]"),
+                ("f32 [0, 8]; i32 [0, 2]; i32 [2]", "f32 [0, 8]"),
+            ],
+            &[
+                ("f32 [5, 8]; i32 [5, 2]", "takes 3 operands, was given 2"),
+                ("f32 [5]; i32 [5, 2]; i32 [2]", "x must be [T, .., K], is [5]"),
+                ("f16 [5, 8]; i32 [5, 2]; i32 [2]", "operand 0 must be f32, is f16"),
+                ("f32 [5, 8]; f32 [5, 2]; i32 [2]", "operand 1 must be i32, is f32"),
+                ("f32 [5, 8]; i32 [5, 2]; f32 [2]", "operand 2 must be i32, is f32"),
+                ("f32 [5, 8]; i32 [5]; i32 [2]", "rows must be [5, 2], is [5]"),
+                ("f32 [5, 8]; i32 [4, 2]; i32 [2]", "rows must be [5, 2], is [4, 2]"),
+                ("f32 [5, 8]; i32 [5, 2]; i32 [3]", "key must be [2], is [3]"),
+            ],
+        ),
+        case(
+            dropout(1.0),
+            &[],
+            &[("f32 [5, 8]; i32 [5, 2]; i32 [2]", "p must be at least 0 and below 1, is 1")],
+        ),
+        case(
+            dropout(-0.5),
+            &[],
+            &[("f32 [5, 8]; i32 [5, 2]; i32 [2]", "p must be at least 0 and below 1, is -0.5")],
+        ),
+        case(
+            dropout(f32::NAN),
+            &[],
+            &[("f32 [5, 8]; i32 [5, 2]; i32 [2]", "p must be at least 0 and below 1, is NaN")],
+        ),
         case(
             Op::CumSum { dim: 1, reverse: false },
             &[("f32 [2, 3]", "f32 [2, 3]"), ("f32 [2, 0]", "f32 [2, 0]")],

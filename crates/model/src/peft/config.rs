@@ -17,6 +17,8 @@ pub(super) struct Config {
     rank_stabilized: bool,
     ranks: Patterns,
     alphas: Patterns,
+    /// What was dropped in training.
+    pub(super) dropout: f32,
     /// The class of the base model in transformers, where PEFT noted it.
     pub(super) class: Option<String>,
 }
@@ -144,6 +146,13 @@ impl Config {
         for (key, value) in patterns("alpha_pattern")? {
             alphas.push((key, number("alpha_pattern", &value)?));
         }
+        let dropout = match get("lora_dropout") {
+            Value::Null => 0.0,
+            value => match value.as_f64().filter(|p| (0.0..=1.0).contains(p)) {
+                Some(p) => p as f32,
+                None => return Err(bad("lora_dropout", value, "a number from 0 to 1")),
+            },
+        };
         let class = get("auto_mapping").get("base_model_class").and_then(Value::as_str);
         Ok(Config {
             file: file.to_string(),
@@ -152,6 +161,7 @@ impl Config {
             rank_stabilized,
             ranks,
             alphas,
+            dropout,
             class: class.map(str::to_string),
         })
     }
@@ -217,6 +227,7 @@ impl Written {
 /// name, such as `q_proj`, have an adapter.
 pub(super) fn text(
     base: &str,
+    dropout: f32,
     modules: &[Written],
     everywhere: &dyn Fn(&Written) -> bool,
 ) -> Result<Vec<u8>> {
@@ -266,6 +277,12 @@ pub(super) fn text(
         }
         names
     };
+    // Of parameters PEFT takes no dropout, and would refuse the folder; nothing that is served
+    // depends on it. As people write it: 0.1 is not 0.10000000149011612.
+    let lora_dropout = match modules.iter().any(|m| m.parameter) {
+        true => 0.0,
+        false => dropout.to_string().parse().unwrap_or(f64::from(dropout)),
+    };
     let config = json!({
         "alpha_pattern": pattern(&|m| m.alpha, alpha),
         "base_model_name_or_path": base,
@@ -274,7 +291,7 @@ pub(super) fn text(
         "inference_mode": true,
         "init_lora_weights": true,
         "lora_alpha": plain(alpha),
-        "lora_dropout": 0.0,
+        "lora_dropout": lora_dropout,
         "modules_to_save": null,
         "peft_type": "LORA",
         "r": rank as u64,
@@ -348,6 +365,9 @@ mod tests {
             (r#","rank_pattern":[1]"#, "rank_pattern"),
             (r#","alpha_pattern":{"a":"b"}"#, "alpha_pattern"),
             (r#","use_rslora":1"#, "use_rslora"),
+            (r#","lora_dropout":1.5"#, "lora_dropout"),
+            (r#","lora_dropout":-0.1"#, "lora_dropout"),
+            (r#","lora_dropout":"some""#, "lora_dropout"),
         ] {
             let text = format!(r#"{{"peft_type":"LORA","r":8,"lora_alpha":8{more}}}"#);
             let error = config(&text).map(|_| ()).unwrap_err().to_string();

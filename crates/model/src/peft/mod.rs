@@ -6,6 +6,9 @@
 //! `[out, r E]`, the experts of a rank side by side, with gate and up one parameter whose outputs
 //! are those of the gate and then those of the up.
 //!
+//! An embedding's are `.lora_embedding_A` `[r, vocab]` and `.lora_embedding_B` `[out, r]`; beside
+//! them, and beside those of the head, PEFT stores the base's own tensor, which is passed over.
+//!
 //! Both ways are exact: numbers are moved and never computed with, and what one form says in a
 //! way that the other has no words for is refused by name.
 
@@ -25,7 +28,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use self::config::{Config, MOST_RANK, Written};
 use self::experts::{Half, fuse, split};
 use self::names::{Family, Order, Place, family, order};
-use crate::adapter::{Base, effective_alpha, scale};
+use crate::adapter::{Base, effective_alpha, scale, transposed};
 use crate::describe::PairInfo;
 use crate::{Adapter, Error, LoraTensor, Projection, Result};
 
@@ -35,6 +38,9 @@ pub(crate) const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
 /// What older versions of PEFT wrote instead.
 const PICKLE: &str = "adapter_model.bin";
+
+/// The module of an embedding.
+const EMBEDDING: &str = "model.embed_tokens";
 
 /// A configuration is a few kilobytes.
 const MOST_CONFIG: u64 = 1 << 20;
@@ -50,6 +56,8 @@ struct Pair {
     b: Vec<f32>,
     width: usize,
     out: usize,
+    /// It is of an embedding's names.
+    is_table: bool,
 }
 
 /// Where the pairs of a target's experts are.
@@ -99,6 +107,9 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
         match family.place(&pair.path).ok_or_else(unknown)? {
             Place::One { target, expert, rows, cols } => {
                 let of = projection(base, &target, &name, &path)?;
+                if of.is_table != pair.is_table {
+                    return Err(unknown());
+                }
                 check(&name, &path, &pair, of.width, of.out)?;
                 match (expert, of.experts) {
                     (None, None) => {
@@ -128,7 +139,7 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
     if single.is_empty() {
         return Err(Error::new(format!("{name}: the adapter has no tensors")));
     }
-    Ok(Adapter::of(single))
+    Ok(Adapter { dropout: config.dropout, ..Adapter::of(single) })
 }
 
 fn read_tensors(folder: &Path, name: &str) -> Result<Vec<u8>> {
@@ -164,7 +175,7 @@ pub(crate) fn describe(folder: &Path) -> Result<Vec<PairInfo>> {
     };
     let mut out = Vec::new();
     for pair in pairs(&name, &parse(&bytes, &name)?, &config, &fused)? {
-        let Pair { path, rank, alpha, a, b, width, out: outputs } = pair;
+        let Pair { path, rank, alpha, a, b, width, out: outputs, .. } = pair;
         let rows = a.len() / width.max(1);
         let experts = (rows != rank && rows.is_multiple_of(rank)).then(|| rows / rank);
         // The experts of a rank are side by side in B; here they are one after another.
@@ -220,8 +231,15 @@ fn pairs(
     config: &Config,
     fused: &dyn Fn(&str, usize, usize) -> Option<String>,
 ) -> Result<Vec<Pair>> {
-    let mut halves: BTreeMap<String, [Option<TensorView<'_>>; 2]> = BTreeMap::new();
+    let mut halves: BTreeMap<(String, bool), [Option<TensorView<'_>>; 2]> = BTreeMap::new();
     for (name, view) in tensors.iter() {
+        // The base's own, which PEFT stores with adapters on them. Where the vocabulary was changed
+        // A or B has another shape too, and is refused for that.
+        if name.strip_suffix(".base_layer.weight").is_some_and(|path| {
+            path.ends_with(".embed_tokens") || path.ends_with(".lm_head") || path == "lm_head"
+        }) {
+            continue;
+        }
         let stray = || {
             Error::new(format!(
                 "{file}: tensor `{}` is no LoRA pair; expected names that end in .lora_A.weight \
@@ -229,41 +247,50 @@ fn pairs(
                 name.escape_debug()
             ))
         };
-        let short = name.strip_suffix(".weight").ok_or_else(stray)?;
+        let short = name.strip_suffix(".weight");
+        let is_table = short.is_none();
+        let short = short.unwrap_or(name);
         let short = short.strip_suffix(".default").unwrap_or(short);
-        let (path, part) = match (short.strip_suffix(".lora_A"), short.strip_suffix(".lora_B")) {
-            (Some(path), _) => (path, 0),
-            (None, Some(path)) => (path, 1),
-            (None, None) => return Err(stray()),
+        let ends = match is_table {
+            true => [".lora_embedding_A", ".lora_embedding_B"],
+            false => [".lora_A", ".lora_B"],
+        };
+        let (path, part) = match ends.map(|end| short.strip_suffix(end)) {
+            [Some(path), _] => (path, 0),
+            [None, Some(path)] => (path, 1),
+            [None, None] => return Err(stray()),
         };
         let path = path.strip_prefix("base_model.model.").unwrap_or(path);
-        let slot = halves.entry(path.to_string()).or_default().get_mut(part).ok_or_else(stray)?;
+        let key = (path.to_string(), is_table);
+        let slot = halves.entry(key).or_default().get_mut(part).ok_or_else(stray)?;
         if slot.replace(view).is_some() {
             return Err(twice(file, path));
         }
     }
     let mut pairs = Vec::with_capacity(halves.len());
-    for (path, [a, b]) in halves {
+    for ((path, is_table), [a, b]) in halves {
         let full = format!("base_model.model.{path}");
-        let missing = |part: &str| {
-            Error::new(format!("{file}: tensor `{full}.{part}.weight` is missing beside the other"))
-        };
-        let (a, b) = (a.ok_or_else(|| missing("lora_A"))?, b.ok_or_else(|| missing("lora_B"))?);
-        let dims = |view: &TensorView<'_>, part: &str| match *view.shape() {
+        let [name_a, name_b] = match is_table {
+            true => [".lora_embedding_A", ".lora_embedding_B"],
+            false => [".lora_A.weight", ".lora_B.weight"],
+        }
+        .map(|end| format!("{full}{end}"));
+        let missing =
+            |name: &str| Error::new(format!("{file}: tensor `{name}` is missing beside the other"));
+        let (a, b) = (a.ok_or_else(|| missing(&name_a))?, b.ok_or_else(|| missing(&name_b))?);
+        let dims = |view: &TensorView<'_>, name: &str| match *view.shape() {
             [rows, cols] if rows > 0 && cols > 0 => Ok((rows, cols)),
             ref other => Err(Error::adapter(
                 Code::AdapterShape,
-                format!(
-                    "{file}: tensor `{full}.{part}.weight` has shape {other:?}, expected a matrix"
-                ),
+                format!("{file}: tensor `{name}` has shape {other:?}, expected a matrix"),
             )),
         };
-        let ((rows, width), (out, columns)) = (dims(&a, "lora_A")?, dims(&b, "lora_B")?);
+        let ((rows, width), (out, columns)) = (dims(&a, &name_a)?, dims(&b, &name_b)?);
         if rows != columns {
             return Err(Error::adapter(
                 Code::AdapterShape,
                 format!(
-                    "{file}: tensor `{full}.lora_B.weight` has {columns} columns, expected the \
+                    "{file}: tensor `{name_b}` has {columns} columns, expected the \
                      {rows} rows of lora_A"
                 ),
             ));
@@ -277,16 +304,13 @@ fn pairs(
             return Err(Error::adapter(
                 Code::AdapterShape,
                 format!(
-                    "{file}: tensor `{full}.lora_A.weight` has {rows} rows, but the configuration \
+                    "{file}: tensor `{name_a}` has {rows} rows, but the configuration \
                      says the rank is {rank}"
                 ),
             ));
         }
-        let (a, b) = (
-            floats(file, &format!("{full}.lora_A.weight"), &a)?,
-            floats(file, &format!("{full}.lora_B.weight"), &b)?,
-        );
-        pairs.push(Pair { path, rank, alpha, a, b, width, out });
+        let (a, b) = (floats(file, &name_a, &a)?, floats(file, &name_b, &b)?);
+        pairs.push(Pair { path, rank, alpha, a, b, width, out, is_table });
     }
     Ok(pairs)
 }
@@ -389,13 +413,16 @@ fn ordered(
     base: &Base<'_>,
     file: &str,
 ) -> Result<LoraTensor> {
-    let Pair { path, rank, alpha, mut a, mut b, width, out } = pair;
+    let Pair { path, rank, alpha, mut a, mut b, width, out, is_table } = pair;
     let named = |e: Error| Error::new(format!("{file}: tensors of `{path}`: {e}"));
     if let Some(order) = order(rows, out, base).map_err(named)? {
         b = gather(&b, rank, &order);
     }
     if let Some(order) = order(cols, width, base).map_err(named)? {
         a = gather_columns(&a, &order);
+    }
+    if is_table {
+        a = transposed(&a, width);
     }
     Ok(LoraTensor { rank, a, b, scale: scale(alpha, rank) })
 }
@@ -456,6 +483,15 @@ pub(crate) fn write(adapter: &Adapter, folder: &Path, base: &Base<'_>) -> Result
             add(&mut tensors, "lm_head", t.rank, &of, t.a.clone(), t.b.clone());
             continue;
         }
+        if of.is_table {
+            let path = EMBEDDING.to_string();
+            modules.push(Written { path, parameter: false, rank: t.rank, alpha });
+            let name = |part: &str| format!("base_model.model.{EMBEDDING}.lora_embedding_{part}");
+            let a = transposed(&t.a, t.rank);
+            tensors.insert(name("A"), (vec![t.rank, of.width], a));
+            tensors.insert(name("B"), (vec![of.out, t.rank], t.b.clone()));
+            continue;
+        }
         let (layer, module) = family.module(target).ok_or_else(|| {
             Error::new(format!(
                 "PEFT has no name for `{target}` of architecture `{}`, so the adapter cannot be \
@@ -506,7 +542,7 @@ pub(crate) fn write(adapter: &Adapter, folder: &Path, base: &Base<'_>) -> Result
     }
     let everywhere = |written: &Written| is_everywhere(written, adapter, base, family);
     let name = base.metadata.opt_str("general.name")?.unwrap_or(base.arch);
-    let config = config::text(name, &modules, &everywhere)?;
+    let config = config::text(name, adapter.dropout, &modules, &everywhere)?;
 
     let views: Vec<(&String, TensorView<'_>)> = tensors
         .iter()
@@ -541,7 +577,7 @@ fn insert(to: &mut Tensors, path: &str, dims: [usize; 3], a: Vec<f32>, b: Vec<f3
 /// Whether every module of the model whose path ends like this one's has an adapter, so that the
 /// end alone can stand for all.
 fn is_everywhere(written: &Written, adapter: &Adapter, base: &Base<'_>, family: &Family) -> bool {
-    if written.path == "lm_head" {
+    if written.path == "lm_head" || written.path == EMBEDDING {
         return true;
     }
     let leaf = |path: &str| path.rsplit('.').next().unwrap_or_default().to_string();

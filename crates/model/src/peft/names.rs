@@ -207,9 +207,14 @@ impl Family {
         while let Some(shorter) = PREFIXES.iter().find_map(|p| rest.strip_prefix(p)) {
             rest = shorter;
         }
-        if rest == "lm_head" {
+        let outside = match rest {
+            "lm_head" => Some("output.weight"),
+            "embed_tokens" => Some("token_embd.weight"),
+            _ => None,
+        };
+        if let Some(target) = outside {
             let (rows, cols) = (Order::Same, Order::Same);
-            return Some(Place::One { target: "output.weight".into(), expert: None, rows, cols });
+            return Some(Place::One { target: target.into(), expert: None, rows, cols });
         }
         let (number, rest) = rest.strip_prefix("layers.")?.split_once('.')?;
         let layer = index(number)?;
@@ -325,6 +330,8 @@ mod tests {
             ("gemma3", "language_model.lm_head", "output.weight", None),
             ("qwen2", "model.layers.0.self_attn.k_proj", "blk.0.attn_k.weight", None),
             ("qwen3", "lm_head", "output.weight", None),
+            ("qwen2", "model.embed_tokens", "token_embd.weight", None),
+            ("gemma3", "language_model.model.embed_tokens", "token_embd.weight", None),
             (
                 "qwen3moe",
                 "model.layers.1.mlp.experts.12.gate_proj",
@@ -357,7 +364,6 @@ mod tests {
             ("qwen2", "model.layers.0.linear_attn.out_proj"),
             ("qwen2", "model.layers.00.self_attn.q_proj"),
             ("qwen2", "model.layers.-1.self_attn.q_proj"),
-            ("qwen2", "model.embed_tokens"),
             ("qwen3moe", "model.layers.0.mlp.experts.x.up_proj"),
         ] {
             assert_eq!(family(arch).unwrap().place(path), None, "{arch} {path}");

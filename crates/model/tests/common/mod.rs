@@ -29,10 +29,10 @@ pub fn tokens(seed: u64, n: usize) -> Vec<u32> {
     (0..n).map(|_| random.below(320) as u32).collect()
 }
 
-/// An adapter on every projection of the layers, whose B is not zero.
+/// An adapter on every projection, and on embedding and head where those are two tensors, whose B
+/// is not zero.
 pub fn adapter(model: &Model, rank: usize, seed: u64) -> Arc<Adapter> {
-    let all = model.projections().keys();
-    let targets: Vec<String> = all.filter(|n| n.starts_with("blk.")).cloned().collect();
+    let targets: Vec<String> = model.projections().keys().cloned().collect();
     let mut adapter =
         Adapter::fresh(model, targets.iter().map(|t| (t.as_str(), rank)), 2.0 * rank as f32, seed)
             .unwrap();

@@ -169,6 +169,7 @@ pub(crate) fn compute(
         Op::MatMul { ta, tb } => product::mat_mul(operands, *ta, *tb, shape),
         Op::MatMulExperts { tb } => product::mat_mul_experts(operands, *tb, shape),
         Op::ExpertOuter { .. } => product::expert_outer(operands, shape),
+        Op::Dropout(dropout) => product::dropout(operands, *dropout),
         Op::Lora { slots } => product::lora(operands, *slots),
         Op::LoraBack { slots, wrt, slot } => {
             product::lora_back(operands, *slots, *wrt, *slot, shape)

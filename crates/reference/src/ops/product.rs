@@ -1,6 +1,6 @@
 //! Matrix products and adapters.
 
-use graph::{Fault, LoraOperand, Shape};
+use graph::{Dropout, Fault, LoraOperand, Shape, philox4x32};
 
 use super::{Floats, Ints, Operands, Out};
 use crate::value::indices;
@@ -32,6 +32,30 @@ pub(super) fn mat_mul(operands: Operands<'_>, ta: bool, tb: bool, shape: Shape) 
         }
     }
     operands.made(shape, out)
+}
+
+pub(super) fn dropout(operands: Operands<'_>, dropout: Dropout) -> Out {
+    let (x, rows, key) = (operands.floats(0)?, operands.ints(1)?, operands.ints(2)?);
+    let mut out = operands.zeros(x.shape)?;
+    let width = x.shape.cols();
+    let vectors = x.shape.rows() / x.dim(0).max(1);
+    let key = [key.data[0] as u32, key.data[1] as u32];
+    let scale = 1.0 / (1.0 - f64::from(dropout.p.get()));
+    for t in 0..x.dim(0) {
+        let row = [rows.row(t)[0] as u32, rows.row(t)[1] as u32];
+        for u in 0..vectors {
+            for k in 0..width {
+                let place = u * width.div_ceil(64) * 16 + k / 64 * 16 + k % 16;
+                let counter = [place as u32, dropout.site, row[0], row[1]];
+                let word = philox4x32(counter, key)[k / 16 % 4];
+                let at = (t * vectors + u) * width + k;
+                if word >= dropout.threshold() {
+                    out[at] = scale * x.data[at];
+                }
+            }
+        }
+    }
+    operands.made(x.shape, out)
 }
 
 /// The row of `[T, 1 or U, ..]` that belongs to choice `u` of row `t`.

@@ -172,11 +172,19 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         }
     };
     let from_0_to_1 = |v: f32| (0.0..=1.0).contains(&v);
+    let from_0_below_1 = |v: f32| (0.0..1.0).contains(&v);
+    let dropout = fields.float("dropout", from_0_below_1, "a number from 0 to below 1")?;
+    if targets.is_empty() && dropout.is_some_and(|p| p > 0.0) {
+        let message = "`dropout` and `train_weights` exclude each other: what is dropped is what \
+                       an adapter reads";
+        return Err(Error::field("dropout", message));
+    }
     let graph = GraphConfig {
         rows,
         cache: host.cache,
         recompute,
         grad_precision,
+        dropout: dropout.unwrap_or(0.0).into(),
         ..GraphConfig::default()
     };
     let config = TrainConfig {
@@ -309,7 +317,7 @@ fn select_weights(host: &Host, list: &str) -> Result<Vec<String>> {
         .map_err(|e| Error::field("train_weights", format!("`train_weights`: {e}")))
 }
 
-/// The projections `blk.LAYER.TARGET.weight` of the top layers.
+/// The projections `blk.LAYER.TARGET.weight` of the top layers, and the embedding and the head.
 fn select(host: &Host, list: &str, top_layers: Option<usize>) -> Result<Vec<String>> {
     let layers = host.model.geometry().layers;
     let lowest = layers - top_layers.unwrap_or(layers).min(layers);
@@ -331,6 +339,11 @@ fn select(host: &Host, list: &str, top_layers: Option<usize>) -> Result<Vec<Stri
         return Err(Error::field("targets", message));
     }
     for target in wanted {
+        if matches!(target, "embed" | "head") {
+            let hits = train::select_targets(&host.model, &[target.to_string()]);
+            chosen.extend(hits.map_err(|e| Error::field("targets", format!("`targets`: {e}")))?);
+            continue;
+        }
         let is_hit = |module: &str| target == "all" || module == target;
         let hits: Vec<String> =
             all.iter().filter(|(_, m)| is_hit(m)).map(|(name, _)| (*name).clone()).collect();

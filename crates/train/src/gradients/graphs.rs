@@ -7,7 +7,7 @@ use graph::{DType, Device, Graph, Leaf, NodeId, Op, Placed, Position, Shape, Sto
 use model::{Architecture, EntryStates, Model, Net, NetConfig, PrefixShape, Weights};
 
 use super::memory::{Memory, Part};
-use super::{Gradients, Parameters};
+use super::{Goal, Gradients, Masks, Parameters};
 use crate::{Error, Result};
 
 /// Bytes of logits computed at a time.
@@ -23,6 +23,18 @@ pub(super) struct Kind {
     pub(super) earlier: Option<usize>,
     /// With gradients.
     pub(super) backward: bool,
+    /// Some of what adapters read is dropped.
+    pub(super) dropped: bool,
+}
+
+impl Kind {
+    /// What is dropped in a graph of this kind.
+    pub(super) fn masks(&self, goal: Goal) -> Option<Masks> {
+        match goal {
+            Goal::Gradient(masks) if self.dropped => Some(masks),
+            _ => None,
+        }
+    }
 }
 
 /// What one output of a graph is.
@@ -146,6 +158,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             prefix: earlier.map(|pages| PrefixShape { pages, page: rows, table: pages }),
             states: if earlier.is_some() { EntryStates::Given } else { EntryStates::Zero },
             adapters: parameters.adapter.iter().map(|a| a.shapes()).collect(),
+            dropout: kind.dropped.then_some(self.config.dropout),
             trainable: parameters.weights.keys().cloned().collect::<BTreeSet<_>>(),
         }
     }

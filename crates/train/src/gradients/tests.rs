@@ -33,7 +33,7 @@ fn window(loud: impl Fn(usize) -> bool) -> Window {
     let mut random = Random::new(1);
     let tokens = (0..65).map(|_| random.below(320) as u32).collect();
     let weights = (0..65).map(|i| f32::from(i > 0 && loud(i - 1))).collect();
-    Window { examples: vec![Example { tokens, weights }] }
+    Window::from(vec![Example { tokens, weights }])
 }
 
 fn gradients(model: &Model, rows: usize, horizon: usize, budget: usize) -> Gradients<&Model> {
@@ -52,7 +52,8 @@ fn error_of(
     let window = window(|i| i >= 32);
     let whole = gradients(model, 64, 0, 0).of(&window, 32.0, parameters, &()).unwrap();
     let mut walked = gradients(model, rows, 0, 0);
-    let mut pass = walked.begin(&window, 32.0, false, parameters).unwrap();
+    let mut pass =
+        walked.begin(&window, 32.0, Goal::Gradient(Masks::of(0, 0)), parameters).unwrap();
     let mut sums: Vec<Vec<f32>> = whole.grads.values().map(|g| vec![0.0; g.len()]).collect();
     // In the order of the map, not of the parameters.
     let names = parameters.names();
@@ -103,7 +104,8 @@ fn a_horizon_cuts_what_is_sent_at_a_position() {
     let window = window(|i| i >= 56);
     let sent = |horizon: usize| {
         let mut gradients = gradients(&model, 8, horizon, 0);
-        let mut pass = gradients.begin(&window, 8.0, false, &parameters).unwrap();
+        let mut pass =
+            gradients.begin(&window, 8.0, Goal::Gradient(Masks::of(0, 0)), &parameters).unwrap();
         assert!(gradients.advance(&mut pass, &parameters, &()).unwrap());
         let parts = gradients.memory.parts.len();
         let all = (0..parts).map(|p| gradients.memory.sent_mut(p).unwrap().0.to_vec());

@@ -13,7 +13,7 @@ use model::Model;
 
 use super::graphs::{Inputs, Kind, Output, Run};
 use super::memory::PIECE;
-use super::{Gradients, Parameters, lay_out, weigh};
+use super::{Goal, Gradients, Parameters, lay_out, weigh};
 use crate::{Error, Example, Result, Window};
 
 /// The fewest rows with loss that a chunk's head is built for, if it has that many.
@@ -86,6 +86,9 @@ enum Stage {
 /// A walk under way.
 pub(super) struct Walk {
     example: Example,
+    /// Its number among all examples.
+    number: u32,
+    goal: Goal,
     /// The weight its loss is divided by.
     total: f64,
     survey: Survey,
@@ -128,8 +131,9 @@ impl Walk {
     /// The inputs of a chunk's graph.
     fn inputs(&self, chunk: usize, kind: Kind, rows: usize, near: usize) -> Result<Inputs> {
         let range = self.survey.ranges.get(chunk).ok_or_else(lost)?;
-        let of = std::iter::once((&self.example, range.clone()));
-        let mut inputs = lay_out(of, (rows, 1, kind.labelled), self.total);
+        let of = std::iter::once((&self.example, self.number, range.clone()));
+        let masks = kind.masks(self.goal);
+        let mut inputs = lay_out(of, (rows, 1, kind.labelled), self.total, masks);
         let earlier = kind.earlier.unwrap_or(0);
         inputs.ints.push(("table", (0..earlier as i32).collect()));
         // What of the pages a gradient is taken of; those before the first are not read.
@@ -188,10 +192,12 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             n => n.next_power_of_two().max(LEAST_LABELLED).min(rows),
         };
         let readable: Vec<usize> = (0..ranges.len()).map(|chunk| self.readable(chunk)).collect();
+        let of_kind = self.kind(0, None, false, forward);
         let kind = |chunk: usize, labelled: usize, backward: bool| Kind {
             labelled,
             earlier: readable.get(chunk).copied(),
             backward,
+            ..of_kind
         };
         let Some(last) = ranges.len().checked_sub(1) else {
             return Err(Error::Data("no token of the window carries loss".into()));
@@ -240,9 +246,10 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         &mut self,
         window: &Window,
         total: f64,
-        forward: bool,
+        goal: Goal,
         parameters: &Parameters,
     ) -> Result<Walk> {
+        let forward = goal.is_loss();
         let survey = self.survey(window, forward, parameters)?;
         for kind in survey.kinds() {
             let built = self.build(kind, parameters)?;
@@ -250,12 +257,13 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         }
         self.memory.reserve()?;
         let example = window.examples.first().cloned().ok_or_else(lost)?;
+        let number = window.numbers.first().copied().unwrap_or(u32::MAX);
         let losses = vec![(Vec::new(), Vec::new()); survey.ranges.len()];
         let stage = match forward {
             true => Stage::Forward { chunk: 0, until: survey.ranges.len(), again: false },
             false => Stage::Clear { part: 0, at: 0 },
         };
-        Ok(Walk { example, total, survey, losses, stage, run: None })
+        Ok(Walk { example, number, goal, total, survey, losses, stage, run: None })
     }
 
     /// Goes on until the gradients of a chunk are there or all is done, which is true, or until

@@ -12,8 +12,8 @@ use crate::options::CacheType;
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Training")]
 pub struct Settings {
-    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, `head`, a part of tensor names
-    /// such as `attn_q` or `blk.3.`, or `none`
+    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, `embed`, `head`, a part of tensor
+    /// names such as `attn_q` or `blk.3.`, or `none`
     #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
     pub targets: Vec<String>,
 
@@ -41,6 +41,11 @@ pub struct Settings {
     /// Multiply it by alpha / sqrt(rank) instead
     #[arg(long)]
     pub rslora: bool,
+
+    /// Drop this share of what the adapter reads, 0 to below 1, in training alone; drawn from the
+    /// seed anew in each step
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    pub dropout: f32,
 
     /// What a gradient does
     #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
@@ -78,7 +83,7 @@ pub struct Settings {
     #[arg(long, value_name = "X", default_value_t = 0.0)]
     pub weight_decay: f32,
 
-    /// Seed of the adapter's matrices and of the order of the data
+    /// Seed of the adapter's matrices, of the order of the data and of what is dropped
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
@@ -260,6 +265,7 @@ impl Settings {
                 cache: self.cache_type.dtype(),
                 recompute: self.recompute.policy(),
                 grad_precision: self.grad_precision.of(model),
+                dropout: self.dropout.into(),
                 ..GraphConfig::default()
             },
             ..TrainConfig::default()

@@ -1,6 +1,7 @@
 //! The cases of every op, as data. One file per family, in the order of [`graph::Op`].
 
 mod attention;
+mod dropout;
 mod elementwise;
 mod experts;
 mod indexing;
@@ -118,6 +119,7 @@ ops! {
     Op::MatMul { .. } => "MatMul", product::mat_mul;
     Op::MatMulExperts { .. } => "MatMulExperts", experts::mat_mul_experts;
     Op::ExpertOuter { .. } => "ExpertOuter", experts::expert_outer;
+    Op::Dropout(_) => "Dropout", dropout::dropout;
     Op::Lora { .. } => "Lora", product::lora;
     Op::LoraBack { .. } => "LoraBack", product::lora_back;
     Op::LoraExperts { .. } => "LoraExperts", experts::lora_experts;

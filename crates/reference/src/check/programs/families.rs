@@ -2,9 +2,10 @@
 
 use gguf::TensorType;
 use graph::{
-    AttentionAttrs, AttentionOperand, Binary, CrossEntropyAttrs, DType, GatedDeltaAttrs, GluKind,
-    GluOperand, KeyHeads, LoraOperand, NodeId, NormKind, NormOperand, Op, Order, Real, RopeAngles,
-    RopeStyle, Sections, Shape, SoftmaxAttrs, SsmConvOperand, SsmConvStateOperand, Unary, Yarn,
+    AttentionAttrs, AttentionOperand, Binary, CrossEntropyAttrs, DType, Dropout, GatedDeltaAttrs,
+    GluKind, GluOperand, KeyHeads, LoraOperand, NodeId, NormKind, NormOperand, Op, Order, Real,
+    RopeAngles, RopeStyle, Sections, Shape, SoftmaxAttrs, SsmConvOperand, SsmConvStateOperand,
+    Unary, Yarn,
 };
 
 use super::maker::Maker;
@@ -28,7 +29,7 @@ pub(super) fn weight(family: Family) -> usize {
         Family::RmsNorm | Family::Rope | Family::Lora | Family::CrossEntropy => 8,
         Family::MatMul => 16,
         Family::MatMulExperts | Family::SsmConv | Family::SsmScan | Family::GatedDeltaRule => 6,
-        Family::SsmConvState | Family::LoraExperts => 4,
+        Family::SsmConvState | Family::LoraExperts | Family::Dropout => 4,
         Family::Attention => 6,
         Family::RopeTable => 2,
         Family::Softmax | Family::Norm | Family::TopK => 8,
@@ -329,6 +330,18 @@ pub(super) fn make(m: &mut Maker, family: Family) -> Option<NodeId> {
             let (a, b) = (m.like(&[rows, each, p])?, m.like(&[rows, other, q])?);
             let ids = m.ids_of(&[rows, used], experts)?;
             m.push(Op::ExpertOuter { experts }, &[a, b, ids])
+        }
+        Family::Dropout => {
+            let x = m.any()?;
+            let x = if m.dims(x).len() < 2 { m.ranked(x, 2)? } else { x };
+            let count = *m.dims(x).first()?;
+            let numbers = (0..2 * count).map(|_| m.rng.next_u64() as i32).collect();
+            let rows = m.ints(&[count, 2], numbers)?;
+            let numbers = vec![m.rng.next_u64() as i32, m.rng.next_u64() as i32];
+            let key = m.ints(&[2], numbers)?;
+            let p = m.pick(&[0.0f32, 0.1, 0.5, 0.75])?;
+            let site = m.below(4) as u32;
+            m.push(Op::Dropout(Dropout { p: p.into(), site }), &[x, rows, key])
         }
         Family::Lora => {
             let x = m.any()?;

@@ -23,8 +23,9 @@ families! {
     Leaf, Binary, Unary, Affine, Clamp, ClampBack, Fill, Glu, GluBack, Sum, CumSum, TopK,
     Broadcast, Reshape, Permute, Slice, Pad, Concat, Copy, Cast, Round, QuantizeRows, Gather,
     ScatterAdd, Softmax, SoftmaxBack, SoftmaxSinkBack, LogSoftmax, Norm, NormBack, RmsNorm,
-    RmsNormBack, RopeTable, Rope, MatMul, MatMulExperts, ExpertOuter, Lora, LoraBack,
-    LoraExperts, LoraExpertsBack, Attention, AttentionQueryBack, AttentionBack, SsmConv, SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
+    RmsNormBack, RopeTable, Rope, MatMul, MatMulExperts, ExpertOuter, Dropout, Lora, LoraBack,
+    LoraExperts, LoraExpertsBack, Attention, AttentionQueryBack, AttentionBack, SsmConv,
+    SsmConvBack, SsmConvState, SsmConvStateBack, SsmScan,
     SsmScanBack, GatedDeltaRule, GatedDeltaRuleBack, CrossEntropy, CrossEntropyBack,
 }
 
@@ -68,6 +69,7 @@ pub(super) fn family(op: &Op) -> Family {
         Op::MatMul { .. } => Family::MatMul,
         Op::MatMulExperts { .. } => Family::MatMulExperts,
         Op::ExpertOuter { .. } => Family::ExpertOuter,
+        Op::Dropout(_) => Family::Dropout,
         Op::Lora { .. } => Family::Lora,
         Op::LoraBack { .. } => Family::LoraBack,
         Op::LoraExperts { .. } => Family::LoraExperts,
@@ -129,6 +131,7 @@ pub(super) fn blocks(graph: &Graph, node: NodeId, i: usize) -> bool {
         Op::SsmConv => i == 3,
         Op::SsmConvState => i == 2,
         Op::SsmScan | Op::GatedDeltaRule(_) => i == 6,
+        Op::Dropout(_) => i > 0,
         Op::Lora { .. } => i == 2 || (i > 2 && i % 3 == 2),
         Op::LoraExperts { .. } => i == 2 || i == 3 || (i > 3 && i.is_multiple_of(3)),
         // Sequences, and the table of pages, which is the last.
@@ -265,6 +268,7 @@ pub(super) fn sides(op: &Op, args: &[&Value], out: &Value, to: &mut Vec<i32>) {
         | Op::SsmConvState
         | Op::SsmScan
         | Op::GatedDeltaRule(_)
+        | Op::Dropout(_)
         | Op::Lora { .. }
         | Op::LoraExperts { .. }
         | Op::Attention(_)
