@@ -114,6 +114,13 @@ pub fn softmax(c: &mut Cases) {
             g.graph.push(Op::Softmax(attrs), &args, "y")
         });
     }
+    c.add("masked, rows that end within a vector", |g| {
+        let x = g.float("x", &[3, 37], Fill::Between(-2.0, 2.0))?;
+        let mask = g.float("mask", &[3, 37], Fill::Between(-2.0, 0.0))?;
+        g.expect(mask, g.refused());
+        let attrs = SoftmaxAttrs { mask: true, ..SoftmaxAttrs::PLAIN };
+        g.graph.push(Op::Softmax(attrs), &[x, mask], "y")
+    });
     c.add("a row of which most is masked away", |g| {
         let x = g.float("x", &[2, 6], Fill::Between(-2.0, 2.0))?;
         let inf = f32::NEG_INFINITY;
