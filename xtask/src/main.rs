@@ -5,7 +5,8 @@
 //! they hold), and fails when a model is not on this machine; `--quick` covers the default model
 //! alone, and of what the binary holds only its perplexity. `mutants` plants the faults of
 //! `mutants/`, all or those whose name contains a NAME, and fails where the tests find one not.
-//! `mutate` tries every mutant that `cargo mutants` makes of some files.
+//! `mutate` tries every mutant that `cargo mutants` makes of some files, and more of unsafe functions
+//! and of the arithmetic of vectors.
 
 mod mutants;
 mod mutate;

@@ -1,5 +1,5 @@
-//! `cargo xtask mutate FILE...`: the mutants that `cargo mutants` makes of a file, all in one
-//! build, of which an environment variable chooses one.
+//! `cargo xtask mutate FILE...`: the mutants that `cargo mutants` makes of a file, and those of
+//! [`schemata::more`], all in one build, of which an environment variable chooses one.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::Write;
@@ -116,15 +116,26 @@ pub fn run(names: &[&str], again: bool) -> Result<(), String> {
     let last: HashSet<&str> = last.lines().collect();
 
     let mut files: BTreeMap<String, Vec<Mutant>> = BTreeMap::new();
-    for (id, found) in (1..).zip(listed(&tree, names)?) {
+    let mut next = 1;
+    for found in listed(&tree, names)? {
         let text = |key: &str| found[key].as_str().unwrap_or_default().to_string();
         let place = |key: &str| found["span"]["start"][key].as_u64().unwrap_or(0) as usize;
         let at = (place("line"), place("column"));
         let (genre, replacement) = (text("genre"), text("replacement"));
-        let mutant = Mutant { id, name: text("name"), genre, at, replacement };
-        if !again || last.contains(&*mutant.name) {
-            files.entry(text("file")).or_default().push(mutant);
-        }
+        let mutant = Mutant { id: next, name: text("name"), genre, at, replacement };
+        next += 1;
+        files.entry(text("file")).or_default().push(mutant);
+    }
+    for (file, mutants) in &mut files {
+        let failed = |e: &dyn std::fmt::Display| format!("{file}: {e}");
+        let source = std::fs::read_to_string(tree.join(file)).map_err(|e| failed(&e))?;
+        let more = schemata::more(file, &source, next).map_err(|e| failed(&e))?;
+        next += more.len() as u32;
+        mutants.extend(more);
+    }
+    if again {
+        files.values_mut().for_each(|all| all.retain(|m| last.contains(&*m.name)));
+        files.retain(|_, all| !all.is_empty());
     }
     if files.is_empty() {
         return Err(format!("there are no mutants of {names:?}"));

@@ -3,6 +3,9 @@
 //!
 //! Operands are evaluated once, whichever mutant is chosen, so a text grows by a few words for
 //! each site. Operands of comparisons are taken by reference, since operators borrow them.
+//!
+//! `cargo mutants` leaves functions alone that are `unsafe`, and what is no operator: the arithmetic
+//! of vectors, calls such as `s.fma(a, b, c)`. [`more`] gives the mutants of both.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -24,6 +27,66 @@ pub struct Mutant {
     /// Line from 1 and column from 1 where what is replaced begins.
     pub at: (usize, usize),
     pub replacement: String,
+}
+
+/// What an operator is replaced with.
+const OPERATORS: &[(&str, &[&str])] = &[
+    ("+", &["-", "*"]),
+    ("-", &["+", "/"]),
+    ("*", &["+", "/"]),
+    ("/", &["%", "*"]),
+    ("%", &["/", "+"]),
+    ("+=", &["-=", "*="]),
+    ("-=", &["+=", "/="]),
+    ("*=", &["+=", "/="]),
+    ("/=", &["%=", "*="]),
+    ("==", &["!="]),
+    ("!=", &["=="]),
+    ("<", &["==", ">", "<="]),
+    (">", &["==", "<", ">="]),
+    ("<=", &[">"]),
+    (">=", &["<"]),
+    ("&&", &["||"]),
+    ("||", &["&&"]),
+];
+
+/// What a vector's arithmetic is replaced with: the method, and how many operands it has.
+const VECTORS: &[(&str, usize, &[&str])] = &[
+    ("add", 2, &["sub"]),
+    ("sub", 2, &["add"]),
+    ("mul", 2, &["add", "div"]),
+    ("div", 2, &["mul"]),
+    ("fma", 3, &["fnma"]),
+    ("fnma", 3, &["fma"]),
+    ("min", 2, &["max"]),
+    ("max", 2, &["min"]),
+    ("neg", 1, &["abs"]),
+    ("reduce_sum", 1, &["reduce_max"]),
+];
+
+/// The mutants of a file that `cargo mutants` does not make: operators of unsafe functions, and
+/// the arithmetic of vectors. They are numbered from `id` on.
+///
+/// # Errors
+/// What does not parse.
+pub fn more(path: &str, source: &str, id: u32) -> Result<Vec<Mutant>, String> {
+    let file = syn::parse_file(source).map_err(|e| e.to_string())?;
+    let mut finder = Finder::new(source);
+    finder.visit_file(&file);
+    let made = finder.more.into_iter().zip(id..).map(|(found, id)| {
+        let Found { genre, at, replaced, replacement, function } = found;
+        let (line, column) = (at.line, at.column + 1);
+        let name =
+            format!("{path}:{line}:{column}: replace {replaced} with {replacement} in {function}");
+        Mutant {
+            id,
+            name,
+            genre: genre.into(),
+            at: (line, column),
+            replacement: replacement.into(),
+        }
+    });
+    Ok(made.collect())
 }
 
 /// A file with its mutants, and where they are.
@@ -58,7 +121,7 @@ impl Schemata {
 /// What does not parse.
 pub fn write(source: &str, mutants: &[Mutant]) -> Result<Schemata, String> {
     let file = syn::parse_file(source).map_err(|e| e.to_string())?;
-    let mut finder = Finder { lines: lines(source), sites: HashMap::new() };
+    let mut finder = Finder::new(source);
     finder.visit_file(&file);
     let lines = finder.lines;
     let found = finder.sites;
@@ -73,6 +136,7 @@ pub fn write(source: &str, mutants: &[Mutant]) -> Result<Schemata, String> {
             "UnaryOperator" => Kind::Unary,
             "MatchArm" => Kind::Arm,
             "MatchArmGuard" => Kind::Guard,
+            "Vector" => Kind::Vector,
             _ => Kind::None,
         };
         let Some(site) = found.get(&(kind, at)) else {
@@ -100,6 +164,7 @@ enum Kind {
     Unary,
     Arm,
     Guard,
+    Vector,
     None,
 }
 
@@ -120,6 +185,18 @@ struct Finder {
     lines: Vec<Vec<usize>>,
     /// By what and where cargo-mutants says that it is.
     sites: HashMap<(Kind, usize), Site>,
+    /// The functions that what is visited is in, and whether they are unsafe.
+    functions: Vec<(String, bool)>,
+    more: Vec<Found>,
+}
+
+/// What [`more`] makes a mutant of.
+struct Found {
+    genre: &'static str,
+    at: LineColumn,
+    replaced: String,
+    replacement: &'static str,
+    function: String,
 }
 
 fn lines(source: &str) -> Vec<Vec<usize>> {
@@ -139,7 +216,43 @@ fn byte(lines: &[Vec<usize>], at: LineColumn) -> usize {
     line.and_then(|line| line.get(at.column)).copied().unwrap_or(usize::MAX)
 }
 
+fn is_test(attributes: &[syn::Attribute]) -> bool {
+    attributes.iter().any(|a| {
+        let text = a.meta.to_token_stream().to_string();
+        text == "test" || text.replace(' ', "").starts_with("cfg(test")
+    })
+}
+
 impl Finder {
+    fn new(source: &str) -> Finder {
+        let (sites, functions, more) = (HashMap::new(), Vec::new(), Vec::new());
+        Finder { lines: lines(source), sites, functions, more }
+    }
+
+    fn found(
+        &mut self,
+        genre: &'static str,
+        at: LineColumn,
+        replaced: &str,
+        all: &'static [&'static str],
+    ) {
+        let function = self.functions.last().map_or("", |(name, _)| name.as_str());
+        self.more.extend(all.iter().map(|replacement| Found {
+            genre,
+            at,
+            replaced: replaced.into(),
+            replacement,
+            function: function.into(),
+        }));
+    }
+
+    /// Visits a function's inside.
+    fn inside(&mut self, signature: &syn::Signature, visit: impl FnOnce(&mut Self)) {
+        self.functions.push((signature.ident.to_string(), signature.unsafety.is_some()));
+        visit(self);
+        self.functions.pop();
+    }
+
     fn span(&self, span: Span) -> Range<usize> {
         byte(&self.lines, span.start())..byte(&self.lines, span.end())
     }
@@ -162,14 +275,23 @@ impl Finder {
 }
 
 impl<'ast> Visit<'ast> for Finder {
+    fn visit_item_mod(&mut self, item: &'ast syn::ItemMod) {
+        if !is_test(&item.attrs) {
+            syn::visit::visit_item_mod(self, item);
+        }
+    }
+
     fn visit_item_fn(&mut self, item: &'ast syn::ItemFn) {
+        if is_test(&item.attrs) {
+            return;
+        }
         self.body(&item.sig, &item.block);
-        syn::visit::visit_item_fn(self, item);
+        self.inside(&item.sig, |finder| syn::visit::visit_item_fn(finder, item));
     }
 
     fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
         self.body(&item.sig, &item.block);
-        syn::visit::visit_impl_item_fn(self, item);
+        self.inside(&item.sig, |finder| syn::visit::visit_impl_item_fn(finder, item));
     }
 
     fn visit_trait_item_fn(&mut self, item: &'ast syn::TraitItemFn) {
@@ -189,8 +311,29 @@ impl<'ast> Visit<'ast> for Finder {
             if let Some(site) = self.sites.get_mut(&(Kind::Binary, op.start)) {
                 site.operator = binary.op.to_token_stream().to_string();
             }
+            let text = binary.op.to_token_stream().to_string();
+            let known = OPERATORS.iter().find(|(operator, _)| *operator == text);
+            if let (Some((_, all)), Some((_, true))) = (known, self.functions.last()) {
+                self.found("BinaryOperator", binary.op.span().start(), &text, all);
+            }
         }
         syn::visit::visit_expr_binary(self, binary);
+    }
+
+    fn visit_expr_method_call(&mut self, call: &'ast syn::ExprMethodCall) {
+        let (method, simd) = (call.method.to_string(), call.receiver.to_token_stream().to_string());
+        let known = VECTORS.iter().find(|(name, n, _)| *name == method && *n == call.args.len());
+        if let (Some((_, _, all)), true) = (known, simd == "s") {
+            let operands = call.args.iter().map(|e| self.span(e.span())).collect();
+            let at = call.method.span().start();
+            let place = self.span(call.method.span()).start;
+            self.site(Kind::Vector, place, self.span(call.span()), operands);
+            if let Some(site) = self.sites.get_mut(&(Kind::Vector, place)) {
+                site.operator = method.clone();
+            }
+            self.found("Vector", at, &method, all);
+        }
+        syn::visit::visit_expr_method_call(self, call);
     }
 
     fn visit_expr_unary(&mut self, unary: &'ast syn::ExprUnary) {
@@ -279,6 +422,18 @@ impl Writer<'_> {
                 self.put(" v_ } })");
             }
             (Some("BinaryOperator"), [left, right]) => self.binary(site, left, right),
+            (Some("Vector"), operands) => {
+                let names: String = (0..operands.len()).map(|i| format!("v{i}_, ")).collect();
+                self.put("(match (");
+                for operand in operands {
+                    self.range(operand.clone());
+                    self.put(", ");
+                }
+                self.put(&format!(") {{ ({names}) => "));
+                let call = |method: &str| format!("s.{method}({names})");
+                self.choice(site, |m| call(&m.replacement), &call(&site.operator));
+                self.put(" } })");
+            }
             (_, guard) => {
                 if guard.is_empty() {
                     self.put(" if ");
@@ -375,5 +530,57 @@ impl Writer<'_> {
         self.put(&format!("), {by}("));
         self.range(right.clone());
         self.put(")) { (l_, r_) => ");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOURCE: &str = "\
+unsafe fn descend<S: Simd>(s: S, n: usize, x: S::F32) -> S::F32 {
+    let y = s.mul(s.add(x, x), s.splat(1.0 / n as f32));
+    s.fma(y, y, s.neg(x))
+}
+fn safe(s: S, n: usize) -> f32 {
+    s.reduce_sum(x) / (n + 1) as f32
+}
+#[cfg(test)]
+mod tests {
+    unsafe fn none(s: S, n: usize) -> usize { s.neg(n) + 1 }
+}
+";
+
+    /// Operators of safe functions are left to `cargo mutants`; tests have no mutants.
+    #[test]
+    fn operators_of_unsafe_functions_and_arithmetic_of_vectors_have_mutants() {
+        let more = more("a.rs", SOURCE, 7).unwrap();
+        let names: Vec<&str> = more.iter().map(|m| m.name.as_str()).collect();
+        let expected = [
+            "a.rs:2:15: replace mul with add in descend",
+            "a.rs:2:15: replace mul with div in descend",
+            "a.rs:2:21: replace add with sub in descend",
+            "a.rs:2:44: replace / with % in descend",
+            "a.rs:2:44: replace / with * in descend",
+            "a.rs:3:7: replace fma with fnma in descend",
+            "a.rs:3:19: replace neg with abs in descend",
+            "a.rs:6:7: replace reduce_sum with reduce_max in safe",
+        ];
+        assert_eq!(names, expected);
+        assert_eq!(more.iter().map(|m| m.id).collect::<Vec<_>>(), (7..15).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn all_of_them_are_in_one_text() {
+        let made = write(SOURCE, &more("a.rs", SOURCE, 1).unwrap()).unwrap();
+        assert!(made.unknown.is_empty());
+        syn::parse_file(&made.text).unwrap();
+        for text in [
+            "crate::mutation::on(1) { s.add(v0_, v1_, ) } else if crate::mutation::on(2) { s.div(",
+            "crate::mutation::on(6) { s.fnma(v0_, v1_, v2_, ) } else { s.fma(v0_, v1_, v2_, ) }",
+            "crate::mutation::on(4) { l_ % r_ } else if crate::mutation::on(5) { l_ * r_ } else",
+        ] {
+            assert!(made.text.contains(text), "{text} in {}", made.text);
+        }
     }
 }

@@ -243,6 +243,10 @@ fn p6_sums_over_rows_do_not_depend_on_threads() {
     ];
     for cpus in devices().chunks(2) {
         let one = case.run(&cpus[0], &outputs).unwrap();
+        for (i, bytes) in one.iter().enumerate() {
+            // What no tile writes is NaN.
+            assert!(to_floats(bytes).iter().all(|x| x.is_finite()), "output {i} on {:?}", cpus[0]);
+        }
         for stop in 1..4 {
             let two = case.run_in_pieces(&cpus[1], &outputs, &Every::new(stop)).unwrap();
             assert!(one == two, "{:?}", cpus[0]);
@@ -394,14 +398,22 @@ fn empty_operands_are_sums_of_nothing() {
 /// exponential: few microseconds, whatever the shape. A stop is asked for after each.
 #[test]
 fn p7_tiles_hold_a_few_thousand_elements() {
-    use graph::{NormKind, SoftmaxAttrs, Unary};
+    use graph::{NormKind, Order, SoftmaxAttrs, Unary};
 
     let plain = CrossEntropyAttrs { weighted: false, softcap: None, scale: 1.0.into() };
     let back = |wrt| Op::RmsNormBack { eps: 1e-5.into(), wrt };
     let norm = Op::Norm { kind: NormKind::Layer, eps: 1e-5.into() };
     let norm_back = Op::NormBack { kind: NormKind::Layer, eps: 1e-5.into() };
+    let angles = RopeAngles {
+        dims: 76,
+        base: Real::new(1e4),
+        freq_scale: Real::new(1.0),
+        factors: false,
+        yarn: None,
+        sections: None,
+    };
     let (x, labels) = (&[512, 200][..], &[512][..]);
-    let ops: [(Op, &[&[usize]], usize); 15] = [
+    let ops: [(Op, &[&[usize]], usize); 20] = [
         (Op::Unary(Unary::Neg), &[x], 13),
         (Op::Softmax(SoftmaxAttrs::PLAIN), &[x], 52),
         (Op::LogSoftmax, &[x], 52),
@@ -418,11 +430,19 @@ fn p7_tiles_hold_a_few_thousand_elements() {
         (Op::CumSum { dim: 1, reverse: false }, &[x], 13),
         (Op::CumSum { dim: 0, reverse: false }, &[x], 13),
         (Op::Copy, &[x], 13),
+        (Op::Gather, &[x, labels], 13),
+        // Of 300 rows; each tile looks at all ids.
+        (Op::ScatterAdd { rows: 300 }, &[labels, x], 8),
+        (Op::RopeTable(angles), &[labels], 16),
+        (Op::Rope { style: RopeStyle::Halves, inverse: true }, &[&[512, 2, 100], &[512, 76]], 13),
+        // An element is compared some times.
+        (Op::TopK { k: 2, order: Order::Descending }, &[x], 103),
     ];
     let cpu = Cpu::new(1, None).unwrap();
     for (op, operands, expected) in ops {
         let mut case = Case::new();
-        let integer = |i: usize| i == 1 && operands[i] == labels;
+        let ids = usize::from(!matches!(op, Op::ScatterAdd { .. } | Op::RopeTable(_)));
+        let integer = |i: usize| i == ids && operands[i] == labels;
         let args: Vec<NodeId> = (0..operands.len())
             .map(|i| match integer(i) {
                 true => case.ints(&format!("x{i}"), operands[i], &[3; 512]),

@@ -640,3 +640,22 @@ fn backward_nodes_serve_all_operands() {
         assert_eq!(back.count(), columns.div_ceil(16), "{}", r.name);
     }
 }
+
+/// Three tiles of rows by two of channels: what none of them writes is NaN.
+#[test]
+fn a_convolution_of_many_tiles_is_written_whole() {
+    let (rows, channels) = (150, 300);
+    let (mut c, mut random) = (Case::new(), Random(9));
+    let x = c.random("x", &[rows, channels], &mut random);
+    let w = c.random("w", &[channels, 4], &mut random);
+    let state = c.random("state", &[1, 3, channels], &mut random);
+    let seqs = c.ints("seqs", &[1, 3], &[0, rows as i32, 0]);
+    let dy = c.random("dy", &[rows, channels], &mut random);
+    let y = c.graph.ssm_conv(x, w, state, seqs, "y").unwrap();
+    let cpu = Cpu::new(1, None).unwrap();
+    let mut all = c.gradients(&cpu, y, dy, &[x, w, state]);
+    all.push(to_floats(&c.run(&cpu, &[y]).unwrap()[0]));
+    for (i, values) in all.iter().enumerate() {
+        assert!(values.iter().all(|v| v.is_finite()), "result {i}");
+    }
+}

@@ -161,6 +161,14 @@ pub fn top_k(c: &mut Cases) {
             g.graph.row_max(x, "y")
         });
     }
+    // Enough of enough for those in front to be in no order before they are sorted.
+    for order in [Order::Ascending, Order::Descending] {
+        c.add(format!("the values of 61 of [4, 128], {order:?}"), move |g| {
+            let x = distinct(g, "x", &[4, 128])?;
+            let at = g.graph.push(Op::TopK { k: 61, order }, &[x], "places")?;
+            g.graph.take(x, at, "y")
+        });
+    }
     for view in View::STRIDED.into_iter().filter(|v| *v != View::RepeatedColumns) {
         c.add(format!("{view:?}"), move |g| {
             let x = g.viewed("x", &[4, 6], view, Fill::Signed)?;

@@ -2,6 +2,7 @@
 
 use graph::{CrossEntropyAttrs, DType, NodeId, Op, Projected};
 
+use super::softmax::FAR_BELOW;
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
 /// Labels with rows that do not count, runs of them, and none of them.
@@ -150,6 +151,11 @@ pub fn cross_entropy(c: &mut Cases) {
             g.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "y")
         });
     }
+    c.add("rows far below zero", |g| {
+        let logits = g.float("logits", &[3, 37], FAR_BELOW)?;
+        let labels = g.ints("labels", &[3], &[36, 0, 7])?;
+        g.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "y")
+    });
     for label in [6, i32::MAX] {
         c.add_outside(format!("label {label} of 6"), move |g| {
             let logits = g.float("logits", &[3, 6], Fill::Signed)?;

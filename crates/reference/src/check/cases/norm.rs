@@ -104,6 +104,14 @@ pub fn norm_back(c: &mut Cases, kind: NormKind) {
             });
         }
     }
+    if kind == NormKind::L2Clamp {
+        c.add("a row as long as eps", move |g| {
+            let x = g.given("x", &[1, 2], &[3.0, 4.0])?;
+            let dy = g.float("dy", &[1, 2], Fill::Signed)?;
+            g.expect_all(g.refused());
+            g.graph.push(Op::NormBack { kind, eps: 5.0.into() }, &[x, dy], "y")
+        });
+    }
     for zeros in [1, 16, 40] {
         if kind != NormKind::Layer {
             c.add(format!("a row of {zeros} zeros"), move |g| {
@@ -131,6 +139,15 @@ fn angles(dims: usize, freq_scale: f32, factors: bool) -> RopeAngles {
 const POSITIONS: [i32; 8] = [0, 1, 2, 3, 17, 511, 5, 100];
 
 pub fn rope_table(c: &mut Cases) {
+    c.add("factors cut out of a matrix", |g| {
+        let pos = g.ints("pos", &[8], &POSITIONS)?;
+        let all = g.float("factors", &[4, 2], Fill::POSITIVE)?;
+        let refused = g.refused();
+        g.expect(all, refused);
+        let factors = g.graph.slice(all, 1, 1, 1)?;
+        let factors = g.graph.reshape(factors, &[4])?;
+        g.graph.push(Op::RopeTable(angles(8, 1.0, true)), &[pos, factors], "y")
+    });
     for dims in [2, 8, 64] {
         for freq_scale in [1.0, 0.25] {
             for factors in [false, true] {
@@ -152,10 +169,11 @@ pub fn rope_table(c: &mut Cases) {
     rope_variants(c);
 }
 
-/// YaRN as models have it: stretched four times, with frequencies on both sides of the ramp.
+/// YaRN as models have it: stretched four times, with frequencies on both sides of the ramp. Where
+/// the ramp is not rounded, no frequency is left quite as it was.
 fn yarn(round: bool) -> Yarn {
     Yarn {
-        ext_factor: 1.0.into(),
+        ext_factor: f32::into(if round { 1.0 } else { 0.75 }),
         attn_factor: 1.25.into(),
         beta_fast: 32.0.into(),
         beta_slow: 1.0.into(),

@@ -4,6 +4,9 @@ use graph::{Op, SoftmaxAttrs};
 
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
+/// Logits whose exponentials are zero in f32, unless the largest is taken off before.
+pub(super) const FAR_BELOW: Fill = Fill::Between(-122.0, -119.0);
+
 /// Attributes, and the shapes of a mask that goes with them.
 fn variants() -> Vec<(&'static str, SoftmaxAttrs, &'static [usize])> {
     let scale = 0.7.into();
@@ -76,6 +79,10 @@ pub fn softmax(c: &mut Cases) {
             g.graph.softmax(x, "y")
         });
     }
+    c.add("rows far below zero", |g| {
+        let x = g.float("x", &[3, 37], FAR_BELOW)?;
+        g.graph.softmax(x, "y")
+    });
     for (name, attrs, mask) in variants() {
         c.add(name, move |g| {
             // All of one sign would cancel in the sinks' gradient less than mixed signs do.
@@ -107,6 +114,13 @@ pub fn softmax(c: &mut Cases) {
             g.graph.push(Op::Softmax(attrs), &args, "y")
         });
     }
+    c.add("masked, rows that end within a vector", |g| {
+        let x = g.float("x", &[3, 37], Fill::Between(-2.0, 2.0))?;
+        let mask = g.float("mask", &[3, 37], Fill::Between(-2.0, 0.0))?;
+        g.expect(mask, g.refused());
+        let attrs = SoftmaxAttrs { mask: true, ..SoftmaxAttrs::PLAIN };
+        g.graph.push(Op::Softmax(attrs), &[x, mask], "y")
+    });
     c.add("a row of which most is masked away", |g| {
         let x = g.float("x", &[2, 6], Fill::Between(-2.0, 2.0))?;
         let inf = f32::NEG_INFINITY;
@@ -201,6 +215,10 @@ pub fn log_softmax(c: &mut Cases) {
             g.graph.push(Op::LogSoftmax, &[x], "y")
         });
     }
+    c.add("rows far below zero", |g| {
+        let x = g.float("x", &[3, 37], FAR_BELOW)?;
+        g.graph.push(Op::LogSoftmax, &[x], "y")
+    });
     for view in views() {
         c.add(format!("{view:?}"), move |g| {
             let x = g.viewed("x", &[4, 6], view, Fill::Between(-2.0, 2.0))?;
