@@ -20,6 +20,22 @@ pub fn gather(c: &mut Cases) {
                 });
             }
         }
+        for (dim, of) in [(0, "rows"), (1, "columns")] {
+            c.add(format!("a {dtype} table of some {of} of another"), move |g| {
+                g.cotangents(Fill::POSITIVE);
+                let table = g.float_of("table", &[8, 9], dtype, Fill::POSITIVE)?;
+                let table = g.graph.slice(table, dim, 2, 5)?;
+                let ids = g.ints("ids", &[4], &[3, 1, 4, 1])?;
+                g.graph.gather(table, ids, "y")
+            });
+        }
+        c.add(format!("a {dtype} table with its columns as rows"), move |g| {
+            g.cotangents(Fill::POSITIVE);
+            let table = g.float_of("table", &[6, 5], dtype, Fill::POSITIVE)?;
+            let table = g.graph.permute(table, &[1, 0])?;
+            let ids = g.ints("ids", &[4], &[3, 1, 4, 1])?;
+            g.graph.gather(table, ids, "y")
+        });
         c.add(format!("a {dtype} weight"), move |g| {
             let table = g.weight("table", &[5, 12], dtype)?;
             let ids = g.ints("ids", &[4], &[3, 1, 4, 1])?;
