@@ -191,9 +191,20 @@ fn is_intact(
     }
 }
 
-/// Holds the lock until the file is dropped. The file itself stays: deleting it would let two
-/// processes lock two files of one name.
-pub(crate) fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<File, Error> {
+/// A lock, until it is dropped. To close the file would not end it while a process that was being
+/// started at that moment still has a copy of it. The file itself stays: deleting it would let
+/// two processes lock two files of one name.
+pub(crate) struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing the file is all that is left to try.
+        let _ = self.0.unlock();
+    }
+}
+
+/// Takes the lock of that file, and waits while another process has it.
+pub(crate) fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Lock, Error> {
     let file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -202,7 +213,7 @@ pub(crate) fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Fi
         .during("write", path)?;
     loop {
         match file.try_lock() {
-            Ok(()) => return Ok(file),
+            Ok(()) => return Ok(Lock(file)),
             Err(TryLockError::WouldBlock) => {
                 progress(Progress::Waiting);
                 thread::sleep(Duration::from_millis(200));

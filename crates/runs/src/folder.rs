@@ -45,7 +45,7 @@ pub struct RunFolder {
     /// An error has been given back.
     said: bool,
     /// Held until the value is dropped.
-    _lock: File,
+    _lock: Lock,
 }
 
 /// The default name of a run that writes the file `out`: the time, and what the file is called.
@@ -83,18 +83,29 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     Ok(())
 }
 
+/// The lock of a run folder, until it is dropped. To close the file would not end it while a
+/// process that was being started at that moment still has a copy of it.
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // A file system without locks refuses this too.
+        let _ = self.0.unlock();
+    }
+}
+
 /// Takes the lock of a run folder. A look at it ([`is_running`]) holds it for a moment, which is
 /// waited for.
-fn lock(folder: &Path) -> Result<File> {
+fn lock(folder: &Path) -> Result<Lock> {
     let path = folder.join(LOCK);
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
     let file = file.during("open", &path)?;
     for _ in 0..20 {
         match file.try_lock() {
-            Ok(()) => return Ok(file),
+            Ok(()) => return Ok(Lock(file)),
             Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(20)),
             // A file system without locks: nobody will know that the run goes on.
-            Err(TryLockError::Error(_)) => return Ok(file),
+            Err(TryLockError::Error(_)) => return Ok(Lock(file)),
         }
     }
     Err(Error::Running { path: folder.to_path_buf() })
@@ -102,8 +113,14 @@ fn lock(folder: &Path) -> Result<File> {
 
 /// True while a process has the folder as a [`RunFolder`].
 pub(crate) fn is_running(folder: &Path) -> bool {
-    let file = File::open(folder.join(LOCK));
-    file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    let Ok(file) = File::open(folder.join(LOCK)) else { return false };
+    match file.try_lock_shared() {
+        Ok(()) => {
+            drop(Lock(file));
+            false
+        }
+        Err(e) => matches!(e, TryLockError::WouldBlock),
+    }
 }
 
 impl RunFolder {
@@ -162,7 +179,7 @@ impl RunFolder {
         record: Record,
         history: History,
         after: u64,
-        lock: File,
+        lock: Lock,
     ) -> Result<RunFolder> {
         let metrics = path.join(METRICS);
         Ok(RunFolder {
@@ -286,13 +303,14 @@ impl RunFolder {
     }
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
     /// A disk that fills while a run goes on: one error, the run's numbers are still known, and
     /// the record says from where they were not written.
     #[test]
+    #[cfg(target_os = "linux")]
     fn a_full_disk_is_said_once_and_the_run_goes_on() {
         let root = std::env::temp_dir().join(format!("gradus-runs-full-{}", std::process::id()));
         let _ = fs::remove_dir_all(&root);
@@ -322,5 +340,19 @@ mod tests {
         assert!(unrecorded.starts_with("recording ended at step 2: "), "{unrecorded}");
         assert_eq!(record.end.state, State::Done);
         fs::remove_dir_all(&root).unwrap();
+    }
+
+    #[test]
+    fn a_lock_ends_while_a_copy_of_its_file_lives() {
+        let folder = std::env::temp_dir().join(format!("gradus-run-lock-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let held = lock(&folder).unwrap();
+        // As a process has that is being started.
+        let copy = held.0.try_clone().unwrap();
+        assert!(is_running(&folder));
+        drop(held);
+        assert!(!is_running(&folder));
+        drop(copy);
+        fs::remove_dir_all(&folder).unwrap();
     }
 }
