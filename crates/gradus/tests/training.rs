@@ -167,6 +167,21 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
     let mut fitting = args(&budget);
     fitting.extend(nearest.split(' ').map(String::from));
     ok(&fitting.iter().map(String::as_str).collect::<Vec<_>>());
+    // Also beside the copy that checkpoints are written from.
+    let mut named = 0;
+    for budget in ["4", "5", "6", "7", "8", "9", "10"] {
+        let wide = ["--rank", "64", "--checkpoint-every", "1", "--epochs", "1"];
+        let mut args = run(&[&wide[..], &["--memory-budget", budget]].concat());
+        let big = [&args[..], &["--window".into(), "2048".into()]].concat();
+        let out = gradus(&big.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        if let Some(nearest) = said.split('`').find(|part| part.starts_with("--recompute")) {
+            args.extend(nearest.split(' ').map(String::from));
+            ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+            named += 1;
+        }
+    }
+    assert!(named >= 4, "{named} budgets had settings that fit");
     // By itself it recomputes where that is enough.
     let plan = |extra: &[&str]| {
         let args = [&["--window", "256", "--dry-run", "--json"], extra].concat();

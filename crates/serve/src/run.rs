@@ -373,8 +373,10 @@ impl Server {
         let TrainConfig { walks, graph, .. } = setup.config;
         let window = walks.map_or(graph.rows, |walks| walks.window);
         let may_chunk = |rows| request::is_chunk(rows, window);
-        let nearest =
-            train::nearest(&self.0.model, setup.config, fallback, longest, allowed, &may_chunk)?;
+        let checkpoints = setup.checkpoint_every > 0;
+        let wanted =
+            train::Wanted { fallback, longest, allowed, checkpoints, may_chunk: &may_chunk };
+        let nearest = train::nearest(&self.0.model, setup.config, &wanted)?;
         let none = || "no window fits; adapt fewer layers or a lower rank".to_string();
         Ok(nearest.map_or_else(none, |nearest| nearest.in_words()))
     }

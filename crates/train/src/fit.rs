@@ -44,34 +44,46 @@ impl Nearest {
     }
 }
 
-/// Finds the nearest settings that take at most `allowed` bytes beside the model. Recomputing
-/// layers comes first, since that changes no bit; then smaller windows that still hold the longest
-/// example, of `longest` rows; then chunks of a window, which leave its gradient as it is, of rows
-/// that `may_chunk` says are allowed; and last windows that examples have to be shortened for.
+/// What settings are looked for.
+#[derive(Copy, Clone)]
+pub struct Wanted<'a> {
+    /// Where nodes fall back to.
+    pub fallback: Option<&'a Arc<dyn Device>>,
+    /// Rows of the longest example.
+    pub longest: usize,
+    /// Most bytes to take beside the model.
+    pub allowed: usize,
+    /// Checkpoints are written, from a copy of what moves.
+    pub checkpoints: bool,
+    /// Says whether chunks of so many rows are allowed.
+    pub may_chunk: &'a dyn Fn(usize) -> bool,
+}
+
+/// Finds the nearest settings that fit. Recomputing layers comes first, since that changes no bit;
+/// then smaller windows that still hold the longest example; then chunks of a window, which leave
+/// its gradient as it is; and last windows that examples have to be shortened for.
 ///
 /// # Errors
 /// The refusal, where the run is refused at any size.
 pub fn nearest<M: Deref<Target = Model> + Clone>(
     model: &M,
     config: &TrainConfig,
-    fallback: Option<&Arc<dyn Device>>,
-    longest: usize,
-    allowed: usize,
-    may_chunk: &dyn Fn(usize) -> bool,
+    wanted: &Wanted<'_>,
 ) -> Result<Option<Nearest>> {
-    for (rows, walks) in candidates(config, longest, may_chunk) {
+    let longest = wanted.longest;
+    for (rows, walks) in candidates(config, longest, wanted.may_chunk) {
         let mut config = TrainConfig { walks, ..config.clone() };
         config.graph.recompute = Recompute::PerLayer;
         config.graph.rows = rows;
-        let start = Start { from: None, fallback: fallback.cloned() };
+        let start = Start { from: None, fallback: wanted.fallback.cloned() };
         let mut trainer = Trainer::start(model.clone(), config.clone(), start)?;
         if walks.is_some() {
             // What a walk keeps on its way is known when there is one.
             let (tokens, weights) = (vec![0; longest + 1], vec![1.0; longest + 1]);
             trainer.load(vec![Example { tokens, weights }], Vec::new())?;
         }
-        let bytes = trainer.planned_bytes();
-        if bytes <= allowed {
+        let bytes = trainer.bytes_with(wanted.checkpoints);
+        if bytes <= wanted.allowed {
             let shortens = walks.is_none() && rows < longest;
             return Ok(Some(Nearest { config, shortens, bytes }));
         }
@@ -94,7 +106,7 @@ fn candidates(
     let (whole, cut): (Vec<usize>, Vec<usize>) =
         halves(rows).skip(1).partition(|&rows| rows >= longest);
     all.extend(whole.into_iter().map(|rows| (rows, None)));
-    if LEAST < longest && longest < rows {
+    if LEAST < longest && longest < rows && all.last().is_none_or(|last| last.0 != longest) {
         all.push((longest, None));
     }
     let window = config.walks.map_or(rows, |walks| walks.window);

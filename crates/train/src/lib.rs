@@ -27,7 +27,7 @@ pub use config::TrainConfig;
 pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
 pub use estimate::Rates;
-pub use fit::{Nearest, nearest};
+pub use fit::{Nearest, Wanted, nearest};
 pub use gradients::{
     Goal, Gradients, GraphConfig, Masks, Measured, Parameters, Pass, Walks, loss_of, most_sequences,
 };

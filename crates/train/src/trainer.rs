@@ -367,16 +367,28 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// all but the gradient once more where checkpoints are taken; and one tensor's gradient of one
     /// window, before it is added to those of others.
     pub fn planned_bytes(&self) -> usize {
-        self.gradients.planned_bytes() + self.parameter_bytes()
+        self.bytes_with(self.copies())
     }
 
     /// The part of [`Trainer::planned_bytes`] that depends on how many numbers move; after
     /// [`Trainer::load`], since it counts steps.
     pub fn parameter_bytes(&self) -> usize {
+        self.parameter_bytes_with(self.copies())
+    }
+
+    /// As [`Trainer::planned_bytes`], with the copy that checkpoints are written from or without.
+    pub(crate) fn bytes_with(&self, copy: bool) -> usize {
+        self.gradients.planned_bytes() + self.parameter_bytes_with(copy)
+    }
+
+    /// A run that ends before its first checkpoint copies nothing.
+    fn copies(&self) -> bool {
+        self.checkpoint_every > 0 && self.checkpoint_every <= self.steps
+    }
+
+    fn parameter_bytes_with(&self, copy: bool) -> usize {
         let kept = 1 + self.config.method.moments() + usize::from(self.config.keeps_best());
-        // A run that ends before its first checkpoint copies nothing.
-        let comes = self.checkpoint_every > 0 && self.checkpoint_every <= self.steps;
-        let copied = if comes { kept } else { 0 };
+        let copied = if copy { kept } else { 0 };
         (self.parameters.count() * (kept + 1 + copied) + self.parameters.longest()) * 4
     }
 

@@ -176,8 +176,14 @@ impl<'a> Session<'a> {
                 }
                 drop(trainer);
                 let room = allowed.saturating_sub(plan.scratch) as usize;
-                let longest = longest.unwrap_or(0);
-                let fits = train::nearest(&self.model, &config, None, longest, room, &|_| true)?;
+                let wanted = train::Wanted {
+                    fallback: None,
+                    longest: longest.unwrap_or(0),
+                    allowed: room,
+                    checkpoints: self.keeping.is_some_and(|keeping| keeping.every > 0),
+                    may_chunk: &|_| true,
+                };
+                let fits = train::nearest(&self.model, &config, &wanted)?;
                 return Err(Error::over_budget(format!(
                     "the run needs {} beside the model, {} may be taken; {}",
                     bytes(plan.beside()),
