@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 
 use crate::error::{Error, Result};
+use crate::progress::aside;
 
 /// Writes text to standard output, at once.
 ///
@@ -10,7 +11,7 @@ use crate::error::{Error, Result};
 /// [`Error::Closed`] when nobody reads any more.
 pub fn print(text: &str) -> Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout)
+    aside(|| out.write_all(text.as_bytes()).and_then(|()| out.flush())).map_err(Error::stdout)
 }
 
 /// Writes a line to standard output.
@@ -31,12 +32,12 @@ pub fn json(value: &serde_json::Value) -> Result<()> {
 
 /// Writes a line to standard error. Where that is closed there is nobody to tell.
 pub fn note(text: &str) {
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = aside(|| writeln!(io::stderr(), "{text}"));
 }
 
 /// Writes text to standard error as it is.
 pub fn note_raw(text: &str) {
-    let _ = io::stderr().write_all(text.as_bytes());
+    let _ = aside(|| io::stderr().write_all(text.as_bytes()));
 }
 
 /// A number of bytes for people: `93.8 MiB`.

@@ -1,6 +1,7 @@
 //! Progress of long work: a bar on a terminal, plain lines elsewhere.
 
 use std::io::IsTerminal;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -14,6 +15,18 @@ pub enum Unit {
     Bytes,
     /// Steps, windows, cases.
     Items,
+}
+
+/// The bar that is on the terminal.
+static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+/// Writes something, without tearing the bar apart that may be on the terminal.
+pub fn aside<T>(write: impl FnOnce() -> T) -> T {
+    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    match shown {
+        Some(bar) => bar.suspend(write),
+        None => write(),
+    }
 }
 
 /// One piece of work of known size.
@@ -49,6 +62,7 @@ impl Progress {
                 bar.set_style(style.progress_chars("=> "));
             }
             bar.set_prefix(what.to_string());
+            *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
             bar
         });
         Progress { what: what.to_string(), unit, total, bar, said: None, begun: None }
@@ -88,18 +102,15 @@ impl Progress {
         }
     }
 
-    /// Says a line without tearing the bar apart.
-    pub fn note(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| note(text)),
-            None => note(text),
-        }
-    }
-
     /// The work is over; the bar goes.
-    pub fn finish(self) {
+    pub fn finish(self) {}
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
+            *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
     }
 }

@@ -89,16 +89,12 @@ fn list(as_json: bool) -> Result<()> {
 pub fn fetch(name: &str) -> Result<PathBuf> {
     let mut shown: Option<(&'static str, Progress)> = None;
     let path = hub::pull(name, &mut |event| {
-        let say = |text: &str| match &shown {
-            Some((_, bar)) => bar.note(text),
-            None => note(text),
-        };
         let (what, done, total) = match event {
             hub::Progress::Waiting => {
-                return say(&format!("another process pulls {name}; waiting for it"));
+                return note(&format!("another process pulls {name}; waiting for it"));
             }
             hub::Progress::Retrying { attempt, attempts, reason } => {
-                return say(&format!("try {attempt} of {attempts}: {reason}"));
+                return note(&format!("try {attempt} of {attempts}: {reason}"));
             }
             hub::Progress::Downloading { done, total } => ("downloading", done, total),
             hub::Progress::Unpacking { done, total } => ("unpacking", done, total),
