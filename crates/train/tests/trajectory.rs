@@ -163,9 +163,11 @@ fn however_its_windows_are_made_a_run_walks_as_pytorch_does() {
 }
 
 /// The hybrid's walk is chaotic: two that begin one f32 step apart end with norms as different
-/// again and adapters 2e-3 apart, also where all between is computed in f64. So no program that
-/// keeps adapters in f32 follows PyTorch's f64 walk to the end; it is followed for as long as it
-/// can be, and the end is as near as a nudge's.
+/// again and adapters 2e-3 apart, also where all between is computed in f64. PyTorch itself, in f64
+/// from end to end, comes 2.6e-4 (losses) and 9 % (norms) from the golden walk when it takes the
+/// epsilon of its norms from the model file, which holds an f32, and 2.7e-3 and 46 % when it takes
+/// the weights: nothing that reads the file can follow that walk to the end. So it is followed for
+/// as long as it can be, and the end is as near as a nudge's.
 #[test]
 fn a_hybrid_walks_as_pytorch_does_as_far_as_f32_goes() {
     let arch = "qwen3_5";
