@@ -213,8 +213,15 @@ pub(crate) fn tensors(file: &gguf::Gguf, arch: &dyn Architecture) -> Result<Tens
         Error::Model(message) => Error::Model(format!("{name}: {message}")),
         other => other,
     })?;
+    let geometry = arch.geometry();
+    let drafts = |name: &str| {
+        let layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+        let layer = layer.and_then(|(layer, _)| layer.parse::<usize>().ok());
+        let draft = geometry.layers..geometry.layers + geometry.draft_layers;
+        layer.is_some_and(|layer| draft.contains(&layer))
+    };
     for tensor in file.tensors() {
-        if !tensors.names.contains(&tensor.info.name) {
+        if !tensors.names.contains(&tensor.info.name) && !drafts(&tensor.info.name) {
             return Err(Error::new(format!(
                 "{name}: tensor `{}` is not part of the architecture as Gradus knows it; running \
                  without it would give other results than the file's author meant",

@@ -41,7 +41,7 @@ fn hyper_parameters_are_refused_by_file_and_key() {
     cases.push(("qwen3_5", "qwen35.ssm.group_count", u32s(&[3, 8])));
     cases.push(("qwen3_5", "qwen35.ssm.time_step_rank", u32s(&[3])));
     cases.push(("qwen3_5", "qwen35.attention.value_length", u32s(&[1, 16])));
-    cases.push(("qwen3_5", "qwen35.nextn_predict_layers", u32s(&[1])));
+    cases.push(("qwen3_5", "qwen35.nextn_predict_layers", u32s(&[4, 5, u32::MAX])));
     cases.push(("qwen3_5", "qwen35.expert_count", u32s(&[4])));
     let flags = "qwen35.attention.recurrent_layers";
     let list = |n| Some(Value::Array(Array::Bool(vec![true; n])));

@@ -18,6 +18,9 @@ use crate::{Error, Experts, Net, Result};
 pub struct Geometry {
     /// Layers.
     pub layers: usize,
+    /// Layers after those that only draft further tokens (multi-token prediction). The file holds
+    /// their tensors, which nothing reads: what the model itself says does not depend on them.
+    pub draft_layers: usize,
     /// Width of the residual stream.
     pub width: usize,
     /// Rows of the embedding table.
@@ -177,7 +180,8 @@ impl<'a> Hyper<'a> {
         }
     }
 
-    /// A list of one flag per layer, or `None` where the key is absent.
+    /// A list of one flag per layer (of `layers`, all of the file), or `None` where the key is
+    /// absent.
     pub(crate) fn flags(&self, key: &str, layers: usize) -> Result<Option<Vec<bool>>> {
         match self.metadata.get(&self.key(key)) {
             None => Ok(None),
@@ -227,12 +231,18 @@ impl<'a> Hyper<'a> {
             let wanted = format!("an even number up to the head width {key_width}");
             return Err(self.bad("rope.dimension_count", rope_dims, &wanted));
         }
-        let layers = self.count("block_count")?;
-        if layers > MOST_LAYERS {
-            return Err(self.bad("block_count", layers, "at most 1024 layers"));
+        let all = self.count("block_count")?;
+        if all > MOST_LAYERS {
+            return Err(self.bad("block_count", all, "at most 1024 layers"));
         }
+        let draft = "nextn_predict_layers";
+        let draft_layers = self.metadata.opt_u32(&self.key(draft))?.unwrap_or(0) as usize;
+        let Some(layers) = all.checked_sub(draft_layers).filter(|&layers| layers > 0) else {
+            return Err(self.bad(draft, draft_layers, &format!("fewer than the {all} layers")));
+        };
         let geometry = Geometry {
             layers,
+            draft_layers,
             width,
             vocab,
             context: self.count("context_length")?,

@@ -107,7 +107,6 @@ pub(super) fn read_sparse(metadata: &Metadata, vocab: usize) -> Result<Box<dyn A
 
 impl Qwen35 {
     fn read(hyper: &Hyper<'_>, vocab: usize, sparse: Option<Sparse>) -> Result<Qwen35> {
-        hyper.refuse_nonzero("nextn_predict_layers", "multi-token prediction")?;
         let mut shape = hyper.attention(vocab)?;
         let (key, value) = (shape.geometry.key_width, shape.geometry.value_width);
         if key != value {
@@ -116,8 +115,12 @@ impl Qwen35 {
         }
         let delta = DeltaNet::read(hyper)?;
         let layers = shape.geometry.layers;
-        let recurrent = match hyper.flags("attention.recurrent_layers", layers)? {
-            Some(flags) => flags,
+        let all = layers + shape.geometry.draft_layers;
+        let recurrent = match hyper.flags("attention.recurrent_layers", all)? {
+            Some(mut flags) => {
+                flags.truncate(layers);
+                flags
+            }
             None => {
                 let every = hyper.count_or("full_attention_interval", 4)?;
                 (0..layers).map(|l| !(l + 1).is_multiple_of(every)).collect()

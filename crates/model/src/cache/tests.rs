@@ -7,6 +7,7 @@ use testkit::Random;
 fn geometry(states: bool) -> Geometry {
     Geometry {
         layers: 2,
+        draft_layers: 0,
         width: 2,
         vocab: 4,
         context: 1024,
