@@ -7,7 +7,7 @@ use crate::pack::PackedMatrix;
 use crate::simd::{Family, Isa};
 
 fn families() -> impl Iterator<Item = Isa> {
-    Family::ALL.into_iter().filter_map(Isa::of)
+    crate::testing::families().filter_map(Isa::of)
 }
 
 fn shape(dims: &[usize]) -> Shape {
@@ -482,6 +482,29 @@ fn what_is_not_supported_says_so() {
     let mut packed = f;
     packed.resident = true;
     assert!(matches!(ask(&NT, packed, f), Err(Unsupported::Kernel(_))));
+}
+
+#[test]
+fn gradients_of_experts_take_floats_in_memory() {
+    let op = Op::ExpertOuter { experts: 3 };
+    let floats = Arg::dense(DType::F32, shape(&[4, 1, 8]));
+    let ids = Arg::dense(DType::I32, shape(&[4, 1]));
+    let out = Arg::dense(DType::F32, shape(&[3, 8, 8]));
+    let ask = |a, b| experts::supports(&Call { op: &op, args: &[a, b, ids], out });
+    assert!(ask(floats, floats).is_ok());
+    let mut packed = floats;
+    packed.resident = true;
+    for other in [packed, Arg::dense(DType::F16, floats.shape)] {
+        assert!(matches!(ask(other, floats), Err(Unsupported::Kernel(_))));
+        assert!(matches!(ask(floats, other), Err(Unsupported::Kernel(_))));
+    }
+}
+
+/// What a tile unpacks stays in the second-level cache.
+#[test]
+fn panels_are_unpacked_into_little_memory() {
+    assert_eq!(float::scratch_floats(1) * 4, 12_928);
+    assert_eq!(float::scratch_floats(float::TILE_PANELS) * 4, 152_064);
 }
 
 #[test]
