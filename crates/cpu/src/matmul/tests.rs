@@ -279,6 +279,26 @@ fn gradients_through_packed_weights_match_f64() {
     }
 }
 
+/// Two tiles of columns, of which the last is half a panel, at the end of the weight.
+#[test]
+fn the_last_columns_of_packed_floats_are_the_last_that_are_read() {
+    let (m, n, k) = (2, 720, 40);
+    let dy = Random::new(13).floats(m * n);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let weight = random_weight(dtype, n, k, 14);
+        let w = pack(dtype, n, k, &weight);
+        for isa in families() {
+            let a = memory(DType::F32, &[m, n], &dy);
+            let out = Arg::dense(DType::F32, shape(&[m, k]));
+            let grid = grid(Kind::Transposed, &a.0, &resident(&w).0, &out, false);
+            assert_eq!(grid.panel_tiles(), 2);
+            let got = multiply(isa, NN, a, resident(&w), &[m, k]);
+            let expected = multiply(isa, NN, a, memory(dtype, &[n, k], &weight), &[m, k]);
+            assert_eq!(got, expected, "{dtype} {:?}", isa.family());
+        }
+    }
+}
+
 /// Sizes with every kind of rest: rows and outputs of no whole tile, one output, one row.
 const ODD: [(usize, usize, usize); 6] =
     [(1, 16, 256), (19, 37, 512), (100, 200, 256), (8, 1, 768), (33, 96, 256), (70, 607, 256)];
