@@ -1,5 +1,6 @@
 use graph::{
-    AttentionAttrs, AttentionOperand, DType, Device, Leaf, NodeId, Op, Real, Segment, plan,
+    Arg, AttentionAttrs, AttentionOperand, Call, DType, Device, Leaf, NodeId, Op, Real, Segment,
+    Unsupported, plan,
 };
 
 use super::Blocks;
@@ -590,6 +591,28 @@ fn numbers_out_of_range_are_faults_that_name_them() {
     attempt(&[0, 1, 1], &[-1, 0], "page -1");
     attempt(&[0, 2, 0, 1, 2, 0], &[0, 0, 0, 0], "row 1");
     attempt(&[i32::MAX, i32::MAX, i32::MAX], &[0, 0], "rows");
+}
+
+#[test]
+fn pages_are_dense_and_of_types_that_caches_have() {
+    let op = Op::Attention(AttentionAttrs { prefix: true, ..AttentionAttrs::new(0.25) });
+    let of = |dtype, dims: &[usize]| Arg::dense(dtype, shape(dims));
+    let (rows, ints) = (of(DType::F32, &[4, 1, 32]), |dims: &[usize]| of(DType::I32, dims));
+    let pages = of(DType::F16, &[3, 4, 1, 32]);
+    let all = [rows, rows, rows, ints(&[1, 3]), pages, pages, ints(&[1, 2])];
+    let ask = |args: &[Arg]| crate::kernels::supports(&Call { op: &op, args, out: rows });
+    assert!(ask(&all).is_ok());
+    for i in 4..7 {
+        let mut strided = all;
+        strided[i].layout.strides[1] *= 2;
+        assert_eq!(ask(&strided), Err(Unsupported::Layout(i)));
+        let mut packed = all;
+        packed[i].resident = true;
+        assert!(matches!(ask(&packed), Err(Unsupported::Kernel(_))), "operand {i}");
+        let mut other = all;
+        other[i].dtype = DType::Block(gguf::TensorType::Q4_0);
+        assert!(matches!(ask(&other), Err(Unsupported::Kernel(_))), "operand {i}");
+    }
 }
 
 #[test]
