@@ -3,7 +3,7 @@ use graph::{
     Unsupported, plan,
 };
 
-use super::Blocks;
+use super::{Blocks, work};
 use crate::Cpu;
 use crate::testing::{Case, Every, Random, assert_close, devices, shape, to_floats};
 
@@ -405,6 +405,10 @@ fn p7_blocks_are_cut_by_their_work() {
     assert_eq!(blocks(100, 8, (8, 2), 1 << 10), (13, 4, 16));
     assert_eq!(blocks(1, 1, (8, 2), 1 << 10), (1, 4, 2));
     assert_eq!(blocks(2, 1, (1, 1), 1 << 10), (2, 1, 1));
+    // A row of a head by 100 keys of 64 elements and their values, and a gradient twice as much.
+    let attrs = AttentionAttrs::new(1.0);
+    assert_eq!(work(&Op::Attention(attrs), 100, 128), 12_800);
+    assert_eq!(work(&Op::AttentionQueryBack(attrs), 100, 128), 25_600);
     let one = Blocks::new(1, 1, (9, 1), 1 << 10);
     assert_eq!([0, 1].map(|i| one.tile(i)), [(0..1, 0, 0..5), (0..1, 0, 5..9)]);
     let many = Blocks::new(70, 1, (8, 2), 1 << 10);
