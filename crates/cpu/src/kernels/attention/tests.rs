@@ -594,6 +594,7 @@ fn numbers_out_of_range_are_faults_that_name_them() {
     attempt(&[0, 1, 16], &[0, 3], "page 3");
     attempt(&[0, 1, 1], &[-1, 0], "page -1");
     attempt(&[0, 2, 0, 1, 2, 0], &[0, 0, 0, 0], "row 1");
+    attempt(&[2, 2, 0, 3, 1, 0], &[0, 0, 0, 0], "row 3");
     attempt(&[i32::MAX, i32::MAX, i32::MAX], &[0, 0], "rows");
 }
 
