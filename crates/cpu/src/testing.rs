@@ -17,10 +17,16 @@ pub(crate) fn shape(dims: &[usize]) -> Shape {
     Shape::new(dims).unwrap()
 }
 
+/// Families of this processor: all, or the one that `GRADUS_CPU` says.
+pub(crate) fn families() -> impl Iterator<Item = Family> {
+    let only = std::env::var("GRADUS_CPU").ok();
+    let asked = move |f: &Family| only.as_ref().is_none_or(|only| f.key() == only);
+    Family::ALL.into_iter().filter(|f| f.is_available()).filter(asked)
+}
+
 /// Devices of every family of this processor, with 1 and 2 threads.
 pub(crate) fn devices() -> Vec<Cpu> {
-    let families = Family::ALL.into_iter().filter(|f| f.is_available());
-    families.flat_map(|f| [1, 2].map(|threads| Cpu::new(threads, Some(f)).unwrap())).collect()
+    families().flat_map(|f| [1, 2].map(|threads| Cpu::new(threads, Some(f)).unwrap())).collect()
 }
 
 /// SplitMix64.

@@ -90,7 +90,7 @@ fn row_bytes(grid: &Grid) -> usize {
 /// Rows with a dense last dimension, chosen by dense ids.
 fn chosen(x: &Arg, i: usize, ids: &Arg) -> Result<(), Unsupported> {
     let last = x.layout.strides.get(x.shape.rank().wrapping_sub(1));
-    if x.dtype == DType::F32 && x.shape.cols() > 1 && last != Some(&1) {
+    if x.shape.cols() > 1 && last != Some(&1) {
         return Err(Unsupported::Layout(i));
     }
     if !ids.is_contiguous() {

@@ -7,7 +7,7 @@ use crate::pack::PackedMatrix;
 use crate::simd::{Family, Isa};
 
 fn families() -> impl Iterator<Item = Isa> {
-    Family::ALL.into_iter().filter_map(Isa::of)
+    crate::testing::families().filter_map(Isa::of)
 }
 
 fn shape(dims: &[usize]) -> Shape {
@@ -279,6 +279,26 @@ fn gradients_through_packed_weights_match_f64() {
     }
 }
 
+/// Two tiles of columns, of which the last is half a panel, at the end of the weight.
+#[test]
+fn the_last_columns_of_packed_floats_are_the_last_that_are_read() {
+    let (m, n, k) = (2, 720, 40);
+    let dy = Random::new(13).floats(m * n);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let weight = random_weight(dtype, n, k, 14);
+        let w = pack(dtype, n, k, &weight);
+        for isa in families() {
+            let a = memory(DType::F32, &[m, n], &dy);
+            let out = Arg::dense(DType::F32, shape(&[m, k]));
+            let grid = grid(Kind::Transposed, &a.0, &resident(&w).0, &out, false);
+            assert_eq!(grid.panel_tiles(), 2);
+            let got = multiply(isa, NN, a, resident(&w), &[m, k]);
+            let expected = multiply(isa, NN, a, memory(dtype, &[n, k], &weight), &[m, k]);
+            assert_eq!(got, expected, "{dtype} {:?}", isa.family());
+        }
+    }
+}
+
 /// Sizes with every kind of rest: rows and outputs of no whole tile, one output, one row.
 const ODD: [(usize, usize, usize); 6] =
     [(1, 16, 256), (19, 37, 512), (100, 200, 256), (8, 1, 768), (33, 96, 256), (70, 607, 256)];
@@ -482,6 +502,29 @@ fn what_is_not_supported_says_so() {
     let mut packed = f;
     packed.resident = true;
     assert!(matches!(ask(&NT, packed, f), Err(Unsupported::Kernel(_))));
+}
+
+#[test]
+fn gradients_of_experts_take_floats_in_memory() {
+    let op = Op::ExpertOuter { experts: 3 };
+    let floats = Arg::dense(DType::F32, shape(&[4, 1, 8]));
+    let ids = Arg::dense(DType::I32, shape(&[4, 1]));
+    let out = Arg::dense(DType::F32, shape(&[3, 8, 8]));
+    let ask = |a, b| experts::supports(&Call { op: &op, args: &[a, b, ids], out });
+    assert!(ask(floats, floats).is_ok());
+    let mut packed = floats;
+    packed.resident = true;
+    for other in [packed, Arg::dense(DType::F16, floats.shape)] {
+        assert!(matches!(ask(other, floats), Err(Unsupported::Kernel(_))));
+        assert!(matches!(ask(floats, other), Err(Unsupported::Kernel(_))));
+    }
+}
+
+/// What a tile unpacks stays in the second-level cache.
+#[test]
+fn panels_are_unpacked_into_little_memory() {
+    assert_eq!(float::scratch_floats(1) * 4, 12_928);
+    assert_eq!(float::scratch_floats(float::TILE_PANELS) * 4, 152_064);
 }
 
 #[test]

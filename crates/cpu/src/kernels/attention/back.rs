@@ -7,8 +7,7 @@ use std::ops::Range;
 use graph::{AttentionOperand, Op};
 
 use super::tile::{
-    BATCH, CHUNK, Coefficients, KEYS, Logits, Running, add_weighted, halves, transpose_tile,
-    write_dots,
+    BATCH, CHUNK, Coefficients, KEYS, Logits, Running, add_weighted, transpose_tile, write_dots,
 };
 use super::{Buffers, Heads, Operands, SEQS, Sequence};
 use crate::job::Job;
@@ -38,7 +37,8 @@ impl Back {
 
     /// Turns the dot products `p` of a row, which is at `position`, and a head with keys from
     /// position `key` on into `exp(logit - lse)`, and `ds`, the dot products of its cotangent with
-    /// the values, into the cotangents of those of `p`; 0 where the row does not see the key.
+    /// the values, into the cotangents of those of `p`. For keys that the row does not see it is
+    /// anything.
     ///
     /// # Safety
     /// Row and head must be in range; `p` and, if there, `ds` must hold 32 floats.
@@ -48,7 +48,6 @@ impl Back {
         s: S,
         (row, head): (usize, usize),
         (position, key): (usize, usize),
-        seen: &Range<usize>,
         p: *mut f32,
         ds: Option<*mut f32>,
     ) {
@@ -57,15 +56,15 @@ impl Back {
             let at = row * self.heads + head;
             let (lse, delta) = (s.splat(*self.lse.add(at)), s.splat(*self.delta.add(at)));
             let slope = self.logits.bias(head);
-            for (half, mask) in [0, LANES].into_iter().zip(halves(s, seen)) {
+            for half in [0, LANES] {
                 let logit = self.logits.value(s, s.load(p.add(half)));
                 let biased = self.logits.biased(s, logit, slope, position, key + half);
                 let v = s.exp(s.sub(biased, lse));
-                s.store(p.add(half), s.select(mask, v, s.zero()));
+                s.store(p.add(half), v);
                 if let Some(ds) = ds {
                     let ds = ds.add(half);
                     let v = s.mul(s.mul(v, s.sub(s.load(ds), delta)), self.logits.slope(s, logit));
-                    s.store(ds, s.select(mask, v, s.zero()));
+                    s.store(ds, v);
                 }
             }
         }
@@ -163,12 +162,11 @@ impl Task for BackQ<'_> {
                                 sum: &mut buffers.sums[chunk + r],
                             };
                             let p = running.take(s, biased, &ranges[r], to);
-                            let masks = halves(s, &ranges[r]);
                             for i in [0, 1] {
                                 let dp = s.sub(s.load(dp.add(i * LANES)), delta);
                                 let slope = back.logits.slope(s, logits[i]);
                                 let v = s.mul(s.mul(p[i], dp), slope);
-                                s.store(ds.add(i * LANES), s.select(masks[i], v, s.zero()));
+                                s.store(ds.add(i * LANES), v);
                             }
                         }
                         let c = Coefficients { ptr: ds.as_ptr(), result: KEYS, source: 1 };
@@ -233,13 +231,10 @@ impl Rows {
         self.base.wrapping_add(row * self.stride)
     }
 
-    /// `count` rows from `first` on.
+    /// Rows from `first` on, be they there or not.
     #[inline(always)]
-    fn pointers(self, first: usize, count: usize) -> [*mut f32; KEYS] {
-        std::array::from_fn(|j| match j < count {
-            true => self.at(first + j),
-            false => std::ptr::null_mut(),
-        })
+    fn pointers(self, first: usize) -> [*mut f32; KEYS] {
+        std::array::from_fn(|j| self.at(first + j))
     }
 }
 
@@ -273,7 +268,7 @@ impl Task for BackKeys<'_> {
             }
         };
         let mut add = |seq: Sequence, base: usize, count: usize, first: usize| {
-            let [keys, values] = results.map(|r| Some(r?.pointers(first, count)));
+            let [keys, values] = results.map(|r| Some(r?.pointers(first)));
             let (back, buffers) = (&back, &mut buffers);
             s.call(AddKeys { o, back, seq: &seq, key_head, base, count, keys, values, buffers });
         };
@@ -363,12 +358,10 @@ impl Task for AddKeys<'_, '_> {
                     for r in 0..m {
                         let (row, head) = split(batch + chunk + r, first, head, group);
                         let position = seq.position(row);
-                        let lowest = o.first_seen(position).saturating_sub(base);
-                        let seen = lowest..(position + 1 - base).min(count);
                         let p = p[r * KEYS..][..KEYS].as_mut_ptr();
                         let ds = ds[r * KEYS..][..KEYS].as_mut_ptr();
                         let at = (position, base);
-                        back.weights(s, (row, head), at, &seen, p, keys.is_some().then_some(ds));
+                        back.weights(s, (row, head), at, p, keys.is_some().then_some(ds));
                     }
                 }
             }

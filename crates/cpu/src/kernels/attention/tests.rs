@@ -1,7 +1,9 @@
 use graph::{
-    AttentionAttrs, AttentionOperand, DType, Device, Leaf, NodeId, Op, Real, Segment, plan,
+    Arg, AttentionAttrs, AttentionOperand, Call, DType, Device, Leaf, NodeId, Op, Real, Segment,
+    Unsupported, plan,
 };
 
+use super::{Blocks, work};
 use crate::Cpu;
 use crate::testing::{Case, Every, Random, assert_close, devices, shape, to_floats};
 
@@ -343,6 +345,124 @@ fn p5_a_row_depends_on_its_prefix_alone() {
     }
 }
 
+/// P5, of gradients too, where a window is far from a sequence's first position: tiles of keys
+/// begin where they do for any other row.
+#[test]
+fn p5_rows_far_into_a_sequence_are_their_own() {
+    let mut s = setups().swap_remove(1);
+    (s.heads, s.key_heads, s.width, s.value_width) = (1, 1, 16, 16);
+    s.attrs.window = Some(40);
+    let (len, w) = (1100, s.width);
+    let seq = Sequence::new(&s, len, &mut Random(8));
+    let (delta, dout) = (Random(9).floats(len), Random(10).floats(len * w));
+    for cpu in families() {
+        let run = |from: usize, to: usize| {
+            let part = Part { seq: &seq, from, to };
+            let mut built = build(&cpu, &s, &[part], 16, &mut Random(11));
+            let (rows, start) = (built.rows, built.starts[0]);
+            let mut place = |name: &str, x: &[f32], dims: &[usize]| {
+                let mut all = vec![f32::NAN; dims.iter().product()];
+                let width = all.len() / rows;
+                let own = &x[from * width..to * width];
+                all[start * width..][..own.len()].copy_from_slice(own);
+                built.case.floats(name, dims, &all)
+            };
+            let delta = place("delta", &delta, &[rows, 1]);
+            let dout = place("dout", &dout, &[rows, 1, w]);
+            let out = built.forward(s.attrs(true));
+            let [dq, _, _, lse] = built.back(s.attrs(true), delta, dout);
+            let all = built.case.run(&cpu, &[out, dq, lse]).unwrap();
+            all.iter()
+                .map(|x| {
+                    let x = to_floats(x);
+                    let width = x.len() / rows;
+                    x[start * width..(start + to - from) * width].to_vec()
+                })
+                .collect::<Vec<_>>()
+        };
+        let whole = run(0, len);
+        for from in [1023, 1061, 1070] {
+            for (i, (whole, part)) in whole.iter().zip(run(from, from + 5)).enumerate() {
+                let width = whole.len() / len;
+                assert!(whole[from * width..][..part.len()] == part, "{cpu:?} {from} result {i}");
+            }
+        }
+    }
+}
+
+/// P7: a tile has as many rows as a millisecond or two allows, and a decoding step two tiles.
+#[test]
+fn p7_blocks_are_cut_by_their_work() {
+    let blocks = |rows, seqs, heads, work| {
+        let b = Blocks::new(rows, seqs, heads, work);
+        (b.rows.per_tile, b.heads, b.count())
+    };
+    assert_eq!(blocks(512, 1, (8, 2), 1 << 16), (32, 4, 32));
+    assert_eq!(blocks(512, 1, (8, 2), 1 << 22), (8, 4, 128));
+    // Transposing the keys has to be worth it.
+    assert_eq!(blocks(512, 1, (8, 2), 1 << 25), (4, 4, 256));
+    assert_eq!(blocks(512, 1, (9, 3), 1 << 25), (6, 3, 258));
+    assert_eq!(blocks(100, 8, (8, 2), 1 << 10), (13, 4, 16));
+    assert_eq!(blocks(1, 1, (8, 2), 1 << 10), (1, 4, 2));
+    assert_eq!(blocks(2, 1, (1, 1), 1 << 10), (2, 1, 1));
+    // A row of a head by 100 keys of 64 elements and their values, and a gradient twice as much.
+    let attrs = AttentionAttrs::new(1.0);
+    assert_eq!(work(&Op::Attention(attrs), 100, 128), 12_800);
+    assert_eq!(work(&Op::AttentionQueryBack(attrs), 100, 128), 25_600);
+    let one = Blocks::new(1, 1, (9, 1), 1 << 10);
+    assert_eq!([0, 1].map(|i| one.tile(i)), [(0..1, 0, 0..5), (0..1, 0, 5..9)]);
+    let many = Blocks::new(70, 1, (8, 2), 1 << 10);
+    let tiles: Vec<_> = (0..many.count()).map(|i| many.tile(i)).collect();
+    assert_eq!(tiles[0], (64..70, 0, 0..4));
+    assert_eq!(tiles[1], (64..70, 1, 4..8));
+    assert_eq!(tiles[5], (0..32, 1, 4..8));
+}
+
+/// Gradients of keys and values have tiles of their own where both together take long: the bits
+/// are those of shorter calls, where one tile gives both.
+#[test]
+fn long_gradients_of_keys_and_values_come_apart() {
+    let (heads, width) = (8, 512);
+    let mut random = Random(12);
+    // 256 rows of 8 heads are just what one tile may have.
+    let (first, second) = (256, 5);
+    let mut fill = |n: usize| random.floats((first + second) * n);
+    let [q, k, v] = [heads, 1, 1].map(|n| fill(n * width));
+    let (delta, dout) = (fill(heads), fill(heads * width));
+    let lse: Vec<f32> = fill(heads).iter().map(|x| x + 2.0).collect();
+    let attrs = AttentionAttrs { window: Some(2), ..AttentionAttrs::new(0.05) };
+    let op = Op::AttentionBack { attrs, wrt: AttentionOperand::Own };
+    for cpu in families().into_iter().step_by(2) {
+        let run = |from: usize, to: usize, seqs: &[i32], tiles: usize| {
+            let (mut case, rows) = (Case::new(), to - from);
+            let mut of = |name: &str, x: &[f32], dims: &[usize]| {
+                let n: usize = dims.iter().product();
+                case.floats(name, &[&[rows], dims].concat(), &x[from * n..to * n])
+            };
+            let [q, k] =
+                [("q", &q, heads), ("k", &k, 1)].map(|(name, x, n)| of(name, x, &[n, width]));
+            let (v, dout) = (of("v", &v, &[1, width]), of("dout", &dout, &[heads, width]));
+            let (lse, delta) = (of("lse", &lse, &[heads]), of("delta", &delta, &[heads]));
+            let seqs = case.ints("seqs", &[seqs.len() / 3, 3], seqs);
+            let both =
+                case.graph.push(op.clone(), &[q, k, v, seqs, lse, delta, dout], "y").unwrap();
+            let asked = Every::new(usize::MAX);
+            let out = case.run_in_pieces(&cpu, &[both], &asked).unwrap();
+            assert_eq!(asked.0.into_inner(), tiles, "tiles of {rows} rows");
+            let mut keys = to_floats(&out[0]);
+            let values = keys.split_off(rows * width);
+            [keys, values]
+        };
+        let all = run(0, 261, &[0, 256, 0, 256, 5, 0], 18);
+        // A single tile is not asked to stop.
+        let (a, b) = (run(0, 256, &[0, 256, 0], 8), run(256, 261, &[0, 5, 0], 0));
+        for (i, all) in all.iter().enumerate() {
+            assert!(*all == [&a[i][..], &b[i]].concat(), "{cpu:?}: gradient {i}");
+            assert!(all.chunks(width).all(|row| row.iter().any(|&x| x != 0.0)));
+        }
+    }
+}
+
 /// Without pages, the rows of a sequence are all there is; bits are the same.
 #[test]
 fn sequences_without_pages_are_the_same() {
@@ -378,7 +498,10 @@ fn gradients_are_those_of_the_definition() {
         };
         let (out, stats) = naive(&s, &seq);
         let mut by_family = Vec::new();
+        let drawn = random.next();
         for cpu in families() {
+            // The same draws in every family.
+            let mut random = Random(drawn);
             let mut built = build(&cpu, &s, &[part], 16, &mut Random(2));
             let (rows, start) = (built.rows, built.starts[0]);
             // The gradient's other operands, poisoned on rows of no sequence.
@@ -471,7 +594,30 @@ fn numbers_out_of_range_are_faults_that_name_them() {
     attempt(&[0, 1, 16], &[0, 3], "page 3");
     attempt(&[0, 1, 1], &[-1, 0], "page -1");
     attempt(&[0, 2, 0, 1, 2, 0], &[0, 0, 0, 0], "row 1");
+    attempt(&[2, 2, 0, 3, 1, 0], &[0, 0, 0, 0], "row 3");
     attempt(&[i32::MAX, i32::MAX, i32::MAX], &[0, 0], "rows");
+}
+
+#[test]
+fn pages_are_dense_and_of_types_that_caches_have() {
+    let op = Op::Attention(AttentionAttrs { prefix: true, ..AttentionAttrs::new(0.25) });
+    let of = |dtype, dims: &[usize]| Arg::dense(dtype, shape(dims));
+    let (rows, ints) = (of(DType::F32, &[4, 1, 32]), |dims: &[usize]| of(DType::I32, dims));
+    let pages = of(DType::F16, &[3, 4, 1, 32]);
+    let all = [rows, rows, rows, ints(&[1, 3]), pages, pages, ints(&[1, 2])];
+    let ask = |args: &[Arg]| crate::kernels::supports(&Call { op: &op, args, out: rows });
+    assert!(ask(&all).is_ok());
+    for i in 4..7 {
+        let mut strided = all;
+        strided[i].layout.strides[1] *= 2;
+        assert_eq!(ask(&strided), Err(Unsupported::Layout(i)));
+        let mut packed = all;
+        packed[i].resident = true;
+        assert!(matches!(ask(&packed), Err(Unsupported::Kernel(_))), "operand {i}");
+        let mut other = all;
+        other[i].dtype = DType::Block(gguf::TensorType::Q4_0);
+        assert!(matches!(ask(&other), Err(Unsupported::Kernel(_))), "operand {i}");
+    }
 }
 
 #[test]

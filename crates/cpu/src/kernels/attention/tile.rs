@@ -102,10 +102,8 @@ impl Task for FindRows<'_> {
         let mut rows = [std::ptr::null(); KEYS];
         let (first, cached) = (self.base + self.range.start, self.seq.cached);
         let mut own = self.range.start;
-        if let Some((prefix, pages)) = self.pages
-            && first < cached
-        {
-            own = (cached - self.base).min(self.range.end);
+        if let Some((prefix, pages)) = self.pages {
+            own = cached.saturating_sub(self.base).min(self.range.end).max(own);
             let (mut column, mut slot) = (first / pages.page, first % pages.page);
             for i in self.range.start..own {
                 let bytes = pages.at(prefix, self.seq.index, (column, slot), self.head);
@@ -685,7 +683,7 @@ impl Running<'_> {
 
 /// The lanes of a tile's two vectors that are in a range of its keys.
 #[inline(always)]
-pub(super) fn halves<S: Simd>(s: S, seen: &Range<usize>) -> [S::Mask; 2] {
+fn halves<S: Simd>(s: S, seen: &Range<usize>) -> [S::Mask; 2] {
     let (start, end) = (seen.start, seen.end);
     [s.between(start, end), s.between(start.saturating_sub(LANES), end.saturating_sub(LANES))]
 }

@@ -135,7 +135,7 @@ fn rows_of_none(seqs: &[i32], total: usize, mut zero: impl FnMut(Range<usize>)) 
         match holding {
             Some(s) => row = s.first + s.rows,
             None => {
-                let later = sequences(seqs).filter(|s| s.rows > 0 && s.first > row);
+                let later = sequences(seqs).filter(|s| s.first > row);
                 let next = later.map(|s| s.first).min().unwrap_or(total);
                 zero(row..next);
                 row = next;

@@ -592,6 +592,7 @@ fn scratch_grows_with_the_root_of_the_rows() {
         assert!(length * count >= rows && length * length <= rows + 2 * length, "{rows}");
         assert!(length > 0 && count > 0 && count <= length.max(1), "{rows}");
     }
+    assert_eq!([15, 16, 17].map(segments), [(4, 4), (4, 4), (5, 4)]);
     let planned = |rows: usize| {
         let r = delta(1, 1, 128, 128, false, KeyHeads::Cycle);
         let values = Values::random(&r, rows, &[[0, rows as i32, 0]], &mut Random(9));
@@ -605,12 +606,14 @@ fn scratch_grows_with_the_root_of_the_rows() {
 
 #[test]
 fn sequences_out_of_range_are_faults() {
-    let bad: [(&[[i32; 3]], &str); 5] = [
+    let bad: [(&[[i32; 3]], &str); 7] = [
         (&[[0, 3, 0], [9, 3, 0]], "sequence 1 has rows 9..12, there are 11"),
         (&[[-1, 3, 0]], "sequence 0 is [-1, 3, 0]"),
         (&[[0, -3, 0]], "sequence 0 is [0, -3, 0]"),
         (&[[i32::MAX, i32::MAX, 0]], "there are 11"),
         (&[[5, 3, 0], [0, 6, 0]], "row 5 is of sequences 1 and 0"),
+        (&[[0, 6, 0], [5, 3, 0]], "row 5 is of sequences 0 and 1"),
+        (&[[3, 3, 0], [5, 3, 0]], "row 5 is of sequences 0 and 1"),
     ];
     let cpu = Cpu::new(2, None).unwrap();
     for r in all() {
@@ -623,6 +626,18 @@ fn sequences_out_of_range_are_faults() {
                 assert!(fault.message.contains(what), "{}: {}", r.name, fault.message);
             }
         }
+    }
+}
+
+/// A sequence without rows is nowhere, whatever row it says.
+#[test]
+fn a_sequence_without_rows_overlaps_none() {
+    let seqs = [[6, 3, 0], [3, 0, 0], [0, 6, 0], [10, 0, 0]];
+    let cpu = Cpu::new(2, None).unwrap();
+    for r in all() {
+        let values = Values::random(&r, 11, &seqs, &mut Random(12));
+        let y = floats(&values.run(&r, &cpu, true).y);
+        assert!(y.iter().all(|y| y.is_finite()) && y[9 * r.width..].iter().all(|&y| y == 0.0));
     }
 }
 

@@ -14,7 +14,7 @@ fn matrix(outer: &[usize], rows: usize, cols: usize, transposed: bool) -> Vec<us
 
 pub fn mat_mul(c: &mut Cases) {
     for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
-        for (m, k, n) in [(4, 6, 5), (1, 17, 33), (7, 1, 3), (5, 40, 8)] {
+        for (m, k, n) in [(4, 6, 5), (1, 17, 33), (7, 1, 3), (5, 40, 8), (3, 400, 85)] {
             c.add(format!("ta {ta} tb {tb}, {m} x {k} x {n}"), move |g| {
                 let a = g.float("a", &matrix(&[], m, k, ta), Fill::Signed)?;
                 let b = g.float("b", &matrix(&[], k, n, tb), Fill::Signed)?;
