@@ -1,7 +1,7 @@
 //! What a graph has to compute and to move: enough to tell how long it takes on a machine whose
 //! rates are known.
 
-use crate::{DType, LoraOperand, Op, Placed, Plan, Step};
+use crate::{Arg, AttentionAttrs, DType, GluKind, LoraOperand, Op, Placed, Plan, Step};
 
 /// Operations of a graph, or of a part.
 #[derive(Copy, Clone, PartialEq, Debug, Default)]
@@ -10,6 +10,8 @@ pub struct Cost {
     pub float: f64,
     /// The same of 8-bit blocks.
     pub block: f64,
+    /// Exponentials, and functions that take about as long.
+    pub functions: f64,
     /// Bytes that are read and written by everything that is no product.
     pub bytes: f64,
 }
@@ -18,6 +20,7 @@ impl std::ops::AddAssign for Cost {
     fn add_assign(&mut self, other: Cost) {
         self.float += other.float;
         self.block += other.block;
+        self.functions += other.functions;
         self.bytes += other.bytes;
     }
 }
@@ -60,7 +63,18 @@ fn of_step(step: &Step) -> Cost {
         let pair = |s: usize| elements(first + 3 * s) + elements(first + 3 * s + 1);
         (0..slots).map(pair).fold(0.0, f64::max)
     };
-    let half_square = |heads: f64, width: f64| dim(0, 0) * dim(0, 0) / 2.0 * heads * width;
+    // Of each query head: products of the pairs of rows and positions that see each other, and
+    // an exponential of each.
+    let attention = |attrs: &AttentionAttrs, products: f64| {
+        let pages = step.args.len().saturating_sub(3);
+        let before = if attrs.prefix { dim(pages, 0) * dim(pages, 1) } else { 0.0 };
+        let pairs = seen(attrs, before as usize, dim(0, 0) as usize) * dim(0, 1);
+        let functions = pairs * if attrs.softcap.is_some() { 2.0 } else { 1.0 };
+        Cost { float: products * pairs * dim(0, 2), functions, ..Cost::default() }
+    };
+    let bytes = |arg: &Arg| arg.shape.bytes(arg.dtype).unwrap_or(0) as f64;
+    let moved = step.args.iter().map(|a| bytes(&a.arg)).sum::<f64>() + bytes(&step.out.arg);
+    let functions = |functions: f64| Cost { functions, bytes: moved, ..Cost::default() };
     match &step.op {
         Op::MatMul { ta, .. } => {
             let rank = step.args.first().map_or(0, |a| a.arg.shape.rank());
@@ -74,9 +88,9 @@ fn of_step(step: &Step) -> Cost {
         // Of a stack, a row meets the experts it chose.
         Op::LoraExperts { .. } => float(elements(3) * pairs(4) / dim(4, 0)),
         Op::LoraExpertsBack { .. } => float(2.0 * elements(2) * out / dim(1, 0).max(1.0)),
-        Op::Attention(_) => float(2.0 * half_square(dim(0, 1), dim(0, 2))),
-        Op::AttentionQueryBack(_) => float(3.0 * half_square(dim(0, 1), dim(0, 2))),
-        Op::AttentionBack { .. } => float(4.0 * half_square(dim(0, 1), dim(0, 2))),
+        Op::Attention(attrs) => attention(attrs, 2.0),
+        Op::AttentionQueryBack(attrs) => attention(attrs, 3.0),
+        Op::AttentionBack { attrs, .. } => attention(attrs, 4.0),
         Op::SsmScan
         | Op::SsmScanBack { .. }
         | Op::GatedDeltaRule(_)
@@ -85,10 +99,38 @@ fn of_step(step: &Step) -> Cost {
             let state = step.args.last().map_or(0.0, |a| a.arg.shape.elements() as f64);
             float(4.0 * dim(0, 0) * state)
         }
-        _ => {
-            let bytes = |arg: &crate::Arg| arg.shape.bytes(arg.dtype).unwrap_or(0) as f64;
-            let read: f64 = step.args.iter().map(|a| bytes(&a.arg)).sum();
-            Cost { bytes: read + bytes(&step.out.arg), ..Cost::default() }
+        Op::Unary(function) if function.is_transcendental() => functions(out),
+        Op::Glu(kind) if *kind != GluKind::Reglu => functions(out),
+        Op::GluBack { kind, .. } if *kind != GluKind::Reglu => functions(elements(0)),
+        Op::Softmax(_) | Op::LogSoftmax => functions(out),
+        Op::CrossEntropy(_) | Op::CrossEntropyBack(_) => functions(elements(0)),
+        _ => functions(0.0),
+    }
+}
+
+/// The positions that `rows` rows see, together, after `before` others.
+fn seen(attrs: &AttentionAttrs, before: usize, rows: usize) -> f64 {
+    let of = |p: usize| (p + 1).saturating_sub(attrs.first_seen(p)) as f64;
+    (before..before.saturating_add(rows)).map(of).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_see_what_windows_chunks_and_earlier_positions_let_them() {
+        let all = AttentionAttrs::new(1.0);
+        let some = |window, chunk| AttentionAttrs { window, chunk, ..all.clone() };
+        for (attrs, before, rows, pairs) in [
+            (all.clone(), 0, 4, 1 + 2 + 3 + 4),
+            (all.clone(), 10, 2, 11 + 12),
+            (some(Some(2), None), 0, 4, 1 + 2 + 2 + 2),
+            (some(Some(2), None), 10, 3, 6),
+            (some(None, Some(3)), 0, 5, 1 + 2 + 3 + 1 + 2),
+            (all.clone(), 3, 0, 0),
+        ] {
+            assert_eq!(seen(&attrs, before, rows), f64::from(pairs), "{attrs:?} {before} {rows}");
         }
     }
 }

@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use graph::{Binary, Cost, DType, Device, Graph, HostTensor, Leaf, NodeId, Op, Segment, Shape};
+use graph::{
+    Binary, Cost, DType, Device, Graph, HostTensor, Leaf, NodeId, Op, Segment, Shape, Unary,
+};
 
 use crate::{Error, Result};
 
@@ -13,6 +15,8 @@ pub struct Rates {
     pub float: f64,
     /// The same of 8-bit blocks, a second.
     pub block: f64,
+    /// Exponentials a second.
+    pub functions: f64,
     /// Bytes read and written, a second.
     pub bytes: f64,
 }
@@ -20,7 +24,8 @@ pub struct Rates {
 impl Rates {
     /// Seconds that something takes.
     pub fn seconds(&self, cost: &Cost) -> f64 {
-        cost.float / self.float + cost.block / self.block + cost.bytes / self.bytes
+        let products = cost.float / self.float + cost.block / self.block;
+        products + cost.functions / self.functions + cost.bytes / self.bytes
     }
 
     /// Measures a device with graphs that take some 16 MiB and some milliseconds each.
@@ -61,7 +66,15 @@ impl Rates {
         let y = sum.push(Op::Binary(Binary::Add), &[a, b], "y")?;
         let values = leaf(&vec![0.5f32; n]);
         let seconds = time(device, &sum, y, &[Leaf::Host(&values), Leaf::Host(&values)])?;
-        Ok(Rates { float: float_rate, block: block_rate, bytes: (n * 12) as f64 / seconds })
+        let bytes = (n * 12) as f64 / seconds;
+
+        // Values that stay in the caches, so that it is not moving them that is measured.
+        let mut exp = Graph::new();
+        let n = 1 << 16;
+        let a = exp.leaf("a", shape(&[n])?, DType::F32)?;
+        let y = exp.push(Op::Unary(Unary::Exp), &[a], "y")?;
+        let functions = n as f64 / time(device, &exp, y, &[Leaf::Host(&leaf(&vec![0.5; n]))])?;
+        Ok(Rates { float: float_rate, block: block_rate, functions, bytes })
     }
 }
 

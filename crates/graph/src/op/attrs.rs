@@ -102,6 +102,12 @@ pub enum Unary {
 }
 
 impl Unary {
+    /// True for those that take about as long as an exponential.
+    pub fn is_transcendental(self) -> bool {
+        use Unary::{Abs, Neg, Relu, Rsqrt, Sign, Sqr, Sqrt, Step};
+        !matches!(self, Abs | Neg | Relu | Rsqrt | Sign | Sqr | Sqrt | Step)
+    }
+
     /// All of them.
     pub const ALL: [Unary; 22] = [
         Unary::Tanh,
