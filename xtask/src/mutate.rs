@@ -347,7 +347,7 @@ fn passes(program: &Program, mutant: u32, limit: Duration) -> Result<bool, Strin
     command.env("GRADUS_MUTANT", mutant.to_string()).env("GRADUS_OPS", program.ops);
     command.env("RUST_BACKTRACE", "0").stdin(Stdio::null());
     if std::env::var_os("GRADUS_PROGRAMS").is_none() {
-        command.env("GRADUS_PROGRAMS", "1000");
+        command.env("GRADUS_PROGRAMS", "2000");
     }
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(failed)?;
     let start = Instant::now();
@@ -391,20 +391,21 @@ fn survivors(tree: &Path, work: &Path, tried: &[Tried<'_>]) -> Result<HashSet<u3
     let (next, done) = (AtomicUsize::new(0), Mutex::new((HashSet::new(), Ok(()))));
     let work = || {
         while let Some(t) = tried.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let mut all = programs[t.tests.of].iter();
-            let found = all.try_fold(false, |found, (program, limit)| {
-                Ok::<bool, String>(found || !passes(program, t.mutant.id, *limit)?)
+            let mut all = programs[t.tests.of].iter().zip(t.tests.run);
+            let found = all.try_fold("", |found, ((program, limit), run)| {
+                let passes = !found.is_empty() || passes(program, t.mutant.id, *limit)?;
+                Ok::<&str, String>(if passes { found } else { run })
             });
             let mut done = match done.lock() {
                 Ok(done) => done,
                 Err(poisoned) => poisoned.into_inner(),
             };
             match found {
-                Ok(true) => println!("caught   {}", t.mutant.name),
-                Ok(false) => {
+                Ok("") => {
                     println!("SURVIVED {}", t.mutant.name);
                     done.0.insert(t.mutant.id);
                 }
+                Ok(by) => println!("caught   {} by {by}", t.mutant.name),
                 Err(e) => done.1 = Err(e),
             }
         }
