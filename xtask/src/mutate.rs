@@ -65,10 +65,6 @@ const GRAPH: &[&str] = &[
 
 const KERNEL: &[&str] = &["-p gradus-cpu --test conformance", "-p gradus-cpu --lib"];
 
-/// Of functions of elements, whose arguments may be anything.
-const FAR_OUT: &[&str] =
-    &["-p gradus-cpu --test conformance", "-p gradus-cpu --test wide", "-p gradus-cpu --lib"];
-
 const fn kernel(of: &'static str, ops: &'static str, units: &'static str) -> Tests {
     Tests { of, run: KERNEL, ops, units }
 }
@@ -86,12 +82,7 @@ const TESTS: &[Tests] = &[
     kernel("recurrent/", "SsmConv,GatedDelta,SsmScan", "recurrent prior_art kernels::tests fences"),
     kernel("attention/", "Attention", "attention kernels::tests fences"),
     kernel("kernels/norm", "Norm", "norm prior_art kernels::tests fences"),
-    Tests {
-        of: "kernels/softmax",
-        run: FAR_OUT,
-        ops: "Softmax",
-        units: "softmax prior_art kernels::tests fences",
-    },
+    kernel("kernels/softmax", "Softmax", "softmax prior_art kernels::tests fences"),
     kernel("kernels/loss", "CrossEntropy,LogSoftmax", "loss prior_art kernels::tests fences"),
     kernel(
         "kernels/indexing",
@@ -103,12 +94,7 @@ const TESTS: &[Tests] = &[
     kernel("kernels/rope", "Rope", "rope prior_art kernels::tests fences"),
     kernel("kernels/layout", "Broadcast,Copy,Pad,Concat", "layout prior_art kernels::tests fences"),
     kernel("kernels/dropout", "Dropout", "dropout prior_art kernels::tests fences"),
-    Tests {
-        of: "kernels/elementwise",
-        run: FAR_OUT,
-        ops: ELEMENTWISE,
-        units: "elementwise prior_art kernels::tests fences",
-    },
+    kernel("kernels/elementwise", ELEMENTWISE, "elementwise prior_art kernels::tests fences"),
     kernel("matmul/experts", "Expert", "matmul prior_art kernels::tests fences"),
     kernel("matmul", "MatMul,Expert", "matmul prior_art kernels::tests fences"),
     kernel("crates/cpu/src/", "", ""),
