@@ -245,6 +245,15 @@ pub(crate) mod parts {
     // SAFETY: only one thread looks at the result.
     unsafe impl Sync for Parts {}
 
+    /// A job's result.
+    ///
+    /// # Safety
+    /// No tile may run meanwhile, and the result have so many bytes.
+    unsafe fn result<'a>(to: *mut u8, bytes: usize) -> &'a mut [u8] {
+        // SAFETY: the caller's.
+        unsafe { std::slice::from_raw_parts_mut(to, bytes) }
+    }
+
     impl Parts {
         pub(crate) fn new(job: &Job<'_>, begin: usize, tiles: usize, threads: usize) -> Parts {
             let bytes = job.out.shape.bytes(job.out.dtype).unwrap_or(0);
@@ -253,20 +262,17 @@ pub(crate) mod parts {
             let parts = Parts { to: job.to, written, name: job.op.name() };
             if begin == 0 {
                 // What no tile writes shows, whatever was there before.
-                parts.result(bytes).fill(0xff);
+                // SAFETY: no tile runs yet.
+                unsafe { result(parts.to, bytes) }.fill(0xff);
             }
             parts
-        }
-
-        fn result(&self, bytes: usize) -> &mut [u8] {
-            // SAFETY: the job's result, which no other thread runs tiles of.
-            unsafe { std::slice::from_raw_parts_mut(self.to, bytes) }
         }
 
         /// What the tiles before wrote, which is taken out of the result.
         pub(crate) fn before(&self) -> Vec<u8> {
             let Some(written) = &self.written else { return Vec::new() };
-            let result = self.result(written.lock().unwrap().len());
+            // SAFETY: there is one thread, which runs the next tile after this.
+            let result = unsafe { result(self.to, written.lock().unwrap().len()) };
             let before = result.to_vec();
             result.fill(0xff);
             before
@@ -276,7 +282,8 @@ pub(crate) mod parts {
         pub(crate) fn after(&self, before: Vec<u8>) {
             let Some(written) = &self.written else { return };
             let mut written = written.lock().unwrap();
-            let result = self.result(before.len());
+            // SAFETY: there is one thread, whose tile is done.
+            let result = unsafe { result(self.to, before.len()) };
             for ((to, was), written) in result.iter_mut().zip(before).zip(written.iter_mut()) {
                 if *to == 0xff {
                     *to = was;
