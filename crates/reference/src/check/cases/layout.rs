@@ -268,8 +268,8 @@ pub fn concat(c: &mut Cases) {
         g.graph.concat(&[x, x], 0)
     });
     c.add("more than a tile holds, which ends in the second", |g| {
-        let a = g.float("a", &[3, 1500], Fill::Signed)?;
-        let b = g.float("b", &[3, 1600], Fill::Signed)?;
+        let a = g.float("a", &[4, 1500], Fill::Signed)?;
+        let b = g.float("b", &[4, 1600], Fill::Signed)?;
         g.graph.concat(&[a, b], 1)
     });
 }
