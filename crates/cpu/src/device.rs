@@ -321,20 +321,29 @@ impl<'r> Run<'r> {
 
     /// Runs the tiles of a job from `begin` on.
     fn tiles(&self, job: &Job<'_>, begin: usize, tiles: usize) -> Outcome {
+        #[cfg(test)]
+        let parts = crate::job::parts::Parts::new(job, begin, tiles, self.scratch.len());
         let run = |worker: usize, tile: usize| {
             let memory = self.scratch.get(worker);
             // SAFETY: each worker runs one tile at a time and only with its own memory, which is
             // initialized and aligned to 64 bytes. The run holds the scratch's lock.
+            // Other plans may have needed more.
             let scratch = memory.map_or(&mut [][..], |m| unsafe {
-                std::slice::from_raw_parts_mut(m.ptr().cast::<f32>(), m.len() / 4)
+                let n = m.len().min(self.plan.scratch_bytes) / 4;
+                std::slice::from_raw_parts_mut(m.ptr().cast::<f32>(), n)
             });
             // In tests one thread takes the tiles from the last on, so that one that needs another,
             // or undoes what another did, differs from those of two.
             #[cfg(test)]
             let tile = if self.scratch.len() == 1 { tiles - 1 - tile } else { tile };
+            #[cfg(test)]
+            let before = parts.before();
             kernels::run_tile(job, tile, Scratch::new(scratch));
             #[cfg(test)]
-            crate::job::guards::check();
+            {
+                parts.after(before);
+                crate::job::guards::check();
+            }
         };
         if tiles - begin > 1 {
             return self.session.run(begin, tiles, self.stop, &run);

@@ -223,3 +223,75 @@ pub(crate) mod guards {
         }
     }
 }
+
+/// A tile writes its own part of the result: in tests, where one thread runs them all, what two of
+/// them write is found, even where they write the same.
+#[cfg(test)]
+pub(crate) mod parts {
+    use std::sync::Mutex;
+
+    use super::Job;
+
+    /// Bytes that may be looked at in all: results of many tiles are long.
+    const MOST: usize = 64 << 20;
+
+    /// Where the tiles so far wrote.
+    pub(crate) struct Parts {
+        to: *mut u8,
+        written: Option<Mutex<Vec<bool>>>,
+        name: &'static str,
+    }
+
+    // SAFETY: only one thread looks at the result.
+    unsafe impl Sync for Parts {}
+
+    /// A job's result.
+    ///
+    /// # Safety
+    /// No tile may run meanwhile, and the result have so many bytes.
+    unsafe fn result<'a>(to: *mut u8, bytes: usize) -> &'a mut [u8] {
+        // SAFETY: the caller's.
+        unsafe { std::slice::from_raw_parts_mut(to, bytes) }
+    }
+
+    impl Parts {
+        pub(crate) fn new(job: &Job<'_>, begin: usize, tiles: usize, threads: usize) -> Parts {
+            let bytes = job.out.shape.bytes(job.out.dtype).unwrap_or(0);
+            let looks = threads == 1 && tiles > 1 && tiles.saturating_mul(bytes) <= MOST;
+            let written = looks.then(|| Mutex::new(vec![false; bytes]));
+            let parts = Parts { to: job.to, written, name: job.op.name() };
+            if begin == 0 {
+                // What no tile writes shows, whatever was there before.
+                // SAFETY: no tile runs yet.
+                unsafe { result(parts.to, bytes) }.fill(0xff);
+            }
+            parts
+        }
+
+        /// What the tiles before wrote, which is taken out of the result.
+        pub(crate) fn before(&self) -> Vec<u8> {
+            let Some(written) = &self.written else { return Vec::new() };
+            // SAFETY: there is one thread, which runs the next tile after this.
+            let result = unsafe { result(self.to, written.lock().unwrap().len()) };
+            let before = result.to_vec();
+            result.fill(0xff);
+            before
+        }
+
+        /// Puts it back where the tile wrote nothing. Panics where it wrote over it.
+        pub(crate) fn after(&self, before: Vec<u8>) {
+            let Some(written) = &self.written else { return };
+            let mut written = written.lock().unwrap();
+            // SAFETY: there is one thread, whose tile is done.
+            let result = unsafe { result(self.to, before.len()) };
+            for ((to, was), written) in result.iter_mut().zip(before).zip(written.iter_mut()) {
+                if *to == 0xff {
+                    *to = was;
+                    continue;
+                }
+                assert!(!*written, "{}: two tiles write the same part of the result", self.name);
+                *written = true;
+            }
+        }
+    }
+}

@@ -6,11 +6,13 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use graph::{
-    Arena, DType, Device, Fault, Graph, HostTensor, Leaf, NodeId, Plan, Progress, Resident,
-    Segment, Shape, Stop, plan,
+    Arena, Arg, DType, Device, Fault, Graph, HostTensor, Leaf, NodeId, Op, Plan, Progress,
+    Resident, Segment, Shape, Stop, plan,
 };
 use memmap2::{MmapMut, MmapOptions};
 
+use crate::job::{Input, Job};
+use crate::simd::Isa;
 use crate::{Cpu, Family};
 
 pub(crate) fn shape(dims: &[usize]) -> Shape {
@@ -208,6 +210,26 @@ impl Case {
         let tensor = HostTensor { dtype: *dtype, shape: *shape, bytes: bytes.get() };
         self.graph.node(id).resident.then(|| cpu.load(&tensor).unwrap())
     }
+}
+
+/// How many tiles an op has on dense operands: integers as named, the others f32. Nothing runs, so
+/// shapes may be those of real models.
+pub(crate) fn tiles(op: &Op, operands: &[&[usize]], ints: &[usize]) -> usize {
+    let mut graph = Graph::new();
+    let leaf = |(i, dims): (usize, &&[usize])| {
+        let dtype = if ints.contains(&i) { DType::I32 } else { DType::F32 };
+        graph.leaf(&format!("x{i}"), shape(dims), dtype).unwrap()
+    };
+    let args: Vec<NodeId> = operands.iter().enumerate().map(leaf).collect();
+    let y = graph.push(op.clone(), &args, "y").unwrap();
+    let of = |id: NodeId| Arg::dense(graph.node(id).dtype, graph.node(id).shape);
+    // SAFETY: neither operands nor result are touched: how many tiles there are follows from
+    // shapes.
+    let inputs: Vec<Input<'_>> =
+        args.iter().map(|&id| unsafe { Input::memory(of(id), std::ptr::null()) }).collect();
+    let (to, isa) = (std::ptr::null_mut(), Isa::of(Family::Portable).unwrap());
+    // SAFETY: as above.
+    crate::kernels::tiles(&unsafe { Job::new(op, &inputs, of(y), to, isa) })
 }
 
 fn read(plan: &Plan, arena: &dyn Arena) -> Result<Vec<Vec<u8>>, Fault> {

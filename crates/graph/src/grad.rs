@@ -863,14 +863,10 @@ fn rule(graph: &Graph, y: NodeId, i: usize) -> Rule<'_> {
         // ---- attention
         Op::Attention(attrs) => {
             let attrs = *attrs;
-            // The first of the pages.
+            // The first of the pages, straight through where they are not f32.
             let pages = 4 + usize::from(attrs.sinks);
-            match i {
-                0..=2 => {}
-                4 if attrs.sinks => {}
-                // Straight through where pages are not f32.
-                _ if attrs.prefix && (i == pages || i == pages + 1) => {}
-                _ => return Not(INDEX),
+            if i == 3 || i > pages + 1 {
+                return Not(INDEX);
             }
             Is(Box::new(move |g, dy| {
                 let (q, k, v, seqs) = (arg(0), arg(1), arg(2), arg(3));

@@ -494,6 +494,7 @@ pub(super) fn run_tile(job: &Job<'_>, tile: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::{Family, Isa};
 
     #[test]
     fn runs_reach_every_element() {
@@ -515,5 +516,68 @@ mod tests {
         }
         let runs = Runs::new(&out, [(&out, &dense), (&out, &dense)]);
         assert_eq!((runs.len, runs.strides), (120, [1, 1]));
+    }
+
+    /// GELU's gates and its slope of some numbers.
+    struct Gelu<'a>(&'a [f32]);
+
+    impl Task for Gelu<'_> {
+        type Out = [Vec<f32>; 3];
+
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> [Vec<f32>; 3] {
+            let mut out = [const { Vec::new() }; 3];
+            for x in self.0.chunks(LANES) {
+                // SAFETY: the chunk has so many elements, the array 16.
+                let x = unsafe { s.load_first(x.as_ptr(), x.len()) };
+                let (p, q) = gelu_gates(s, x);
+                for (out, v) in out.iter_mut().zip([p, q, gelu_slope(s, x)]) {
+                    let mut lanes = [0.0; LANES];
+                    // SAFETY: as above.
+                    unsafe { s.store(lanes.as_mut_ptr(), v) };
+                    out.extend(lanes);
+                }
+            }
+            out.map(|mut v| {
+                v.truncate(self.0.len());
+                v
+            })
+        }
+    }
+
+    fn families() -> impl Iterator<Item = Isa> {
+        Family::ALL.into_iter().filter_map(Isa::of)
+    }
+
+    /// Where a gate is small, its relative error is the argument's absolute one. Measured: 2.7 units
+    /// of 2^-24 on average where products are fused, of which the coefficients' own rounding is
+    /// most (4.9 where a term of what is carried along has the wrong sign), and 0.4 elsewhere.
+    #[test]
+    fn gates_of_gelu_are_as_exact_as_their_coefficients() {
+        let x: Vec<f32> = (0..4096).map(|i| -3.0 - 2.5 * i as f32 / 4096.0).collect();
+        let negated: Vec<f32> = x.iter().map(|x| -x).collect();
+        for isa in families() {
+            let [p, q, _] = isa.run(Gelu(&x));
+            let error = |(&p, &x): (&f32, &f32)| {
+                let expected = 1.0 / (1.0 + (-gelu_argument(f64::from(x))).exp());
+                (f64::from(p) / expected - 1.0).abs() * f64::from(1 << 24)
+            };
+            let mean = p.iter().zip(&x).map(error).sum::<f64>() / x.len() as f64;
+            println!("{:?}: {mean} units", isa.family());
+            assert!(mean < 3.5, "{:?}: {mean} units", isa.family());
+            // What is left of 1 is the gate of the other sign, to the bit.
+            let [of_negated, rest, _] = isa.run(Gelu(&negated));
+            assert!(p == rest && q == of_negated, "{:?}", isa.family());
+        }
+    }
+
+    /// Where the argument's cube overflows, GELU is a line.
+    #[test]
+    fn far_out_the_slope_of_gelu_is_0_or_1() {
+        let x = [1e5, 1e13, 1e20, f32::MAX, -1e5, -1e13, -1e20, f32::MIN];
+        for isa in families() {
+            let [_, _, slopes] = isa.run(Gelu(&x));
+            assert_eq!(slopes, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], "{:?}", isa.family());
+        }
     }
 }

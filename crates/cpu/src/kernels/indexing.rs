@@ -196,9 +196,7 @@ pub(super) fn top_k_tile(
         for (i, place) in places.iter_mut().enumerate() {
             *place = i as u32;
         }
-        if k < n {
-            places.select_nth_unstable_by(k - 1, before);
-        }
+        places.select_nth_unstable_by(k - 1, before);
         let first = &mut places[..k];
         first.sort_unstable_by(before);
         // SAFETY: row `row` of the result, of `k` elements, is this tile's.

@@ -14,6 +14,9 @@ use super::{Support, Tiles, arg, column_tiles, dense, dense_last, needs, rows};
 use crate::job::{Input, Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
+#[cfg(test)]
+mod tests;
+
 /// Pairs of a tile, and pairs whose projections are computed at once.
 const BLOCK: usize = 64;
 

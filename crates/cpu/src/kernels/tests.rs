@@ -285,6 +285,27 @@ fn q8_0_equals_the_format_crate() {
     }
 }
 
+/// Rows may be cut out of wider ones, whose gradients they are, and nothing is copied.
+#[test]
+fn rows_are_read_where_they_lie() {
+    let (cpu, mut random) = (Cpu::new(1, None).unwrap(), Random(16));
+    let mut case = Case::new();
+    let wide = case.random("wide", &[5, 9], &mut random);
+    let ids = case.ints("ids", &[4], &[3, 1, 4, 1]);
+    let table = case.graph.slice(wide, 1, 2, 6).unwrap();
+    let rows = case.graph.slice(table, 0, 0, 4).unwrap();
+    let ops: [(Op, &[NodeId]); 4] = [
+        (Op::Gather, &[table, ids]),
+        (Op::ScatterAdd { rows: 5 }, &[ids, rows]),
+        (Op::TopK { k: 2, order: graph::Order::Descending }, &[table]),
+        (Op::LogSoftmax, &[table]),
+    ];
+    for (op, args) in ops {
+        let y = case.graph.push(op.clone(), args, "y").unwrap();
+        assert_eq!(graph::plan(&case.graph, &[y], &cpu).unwrap().steps.len(), 1, "{op:?}");
+    }
+}
+
 /// A number that is not finite shows in what depends on it.
 #[test]
 fn nan_is_not_quantized_away() {

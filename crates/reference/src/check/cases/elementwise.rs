@@ -173,6 +173,10 @@ pub fn affine(c: &mut Cases) {
             g.graph.affine(x, -1.5, 0.25)
         });
     }
+    c.add("more than a tile holds, which ends within a row", |g| {
+        let x = g.viewed("x", &[60, 150], View::Columns, Fill::Signed)?;
+        g.graph.affine(x, -1.5, 0.25)
+    });
     c.add("a multiplier of 0", |g| {
         let x = g.float("x", &[3, 4], Fill::Signed)?;
         g.graph.affine(x, 0.0, 2.0)

@@ -85,7 +85,7 @@ pub fn gather(c: &mut Cases) {
             }
         }
     }
-    // A table for every leading index: 3-D and 4-D tables, 2-D and 3-D ids.
+    // A table for every leading index: tables of 3 to 5 dimensions, ids of 2 to 4.
     for (table, ids) in BATCHED {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             c.add(format!("ids {ids:?} of {dtype} tables {table:?}"), move |g| {
@@ -129,13 +129,14 @@ pub fn gather(c: &mut Cases) {
 }
 
 /// Tables, and ids that fit them.
-const BATCHED: [(&[usize], &[usize]); 6] = [
+const BATCHED: [(&[usize], &[usize]); 7] = [
     (&[2, 4, 3], &[2, 5]),
     (&[3, 2, 17], &[3, 1]),
     (&[1, 6, 1], &[1, 4]),
     (&[2, 3, 4, 5], &[2, 3, 2]),
     (&[2, 1, 5, 16], &[2, 1, 3]),
     (&[1, 2, 3, 1], &[1, 2, 7]),
+    (&[2, 1, 2, 4, 3], &[2, 1, 2, 3]),
 ];
 
 /// Ids below `rows`, all over the place, some of them more than once.

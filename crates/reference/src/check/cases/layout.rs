@@ -1,6 +1,6 @@
 //! Cases of leaves, reductions and ops that move elements.
 
-use graph::{Code, Op, Shape};
+use graph::{Code, DType, Op, Shape};
 
 use crate::check::{Cases, Expected, Fill, View};
 
@@ -223,6 +223,13 @@ pub fn pad(c: &mut Cases) {
             }
         }
     }
+    // More than a tile holds: one ends in what is padded, one in the padding.
+    for (dim, before, after) in [(1, 2, 1), (0, 0, 2)] {
+        c.add(format!("{before} and {after} at {dim} of much"), move |g| {
+            let x = g.float("x", &[[2, 3000], [3, 3000]][usize::from(dim)], Fill::Signed)?;
+            g.graph.push(Op::Pad { dim, before, after }, &[x], "y")
+        });
+    }
     for view in View::STRIDED {
         c.add(format!("{view:?}"), move |g| {
             let x = g.viewed("x", &[4, 6], view, Fill::Signed)?;
@@ -260,6 +267,11 @@ pub fn concat(c: &mut Cases) {
         let x = g.float("x", &[4, 6], Fill::Signed)?;
         g.graph.concat(&[x, x], 0)
     });
+    c.add("more than a tile holds, which ends in the second", |g| {
+        let a = g.float("a", &[4, 1500], Fill::Signed)?;
+        let b = g.float("b", &[4, 1600], Fill::Signed)?;
+        g.graph.concat(&[a, b], 1)
+    });
 }
 
 pub fn copy(c: &mut Cases) {
@@ -271,5 +283,20 @@ pub fn copy(c: &mut Cases) {
                 g.graph.push(Op::Copy, &[x], "y")
             });
         }
+    }
+    // More than a tile holds, which ends within a row.
+    for view in [View::Columns, View::TransposedColumns] {
+        c.add(format!("{view:?} of much"), move |g| {
+            let x = g.viewed("x", &[60, 150], view, Fill::Signed)?;
+            g.graph.push(Op::Copy, &[x], "y")
+        });
+    }
+    for dtype in [DType::F16, DType::BF16] {
+        c.add(format!("{dtype} by columns"), move |g| {
+            let x = g.float_of("x", &[4, 6], dtype, Fill::Signed)?;
+            let x = g.graph.permute(x, &[1, 0])?;
+            let y = g.graph.push(Op::Copy, &[x], "copy")?;
+            g.graph.cast(y, DType::F32)
+        });
     }
 }

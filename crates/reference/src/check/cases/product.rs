@@ -103,7 +103,7 @@ pub fn mat_mul(c: &mut Cases) {
     }
 }
 
-/// The operands of [`Op::Lora`] over 12 rows, 16 wide, to 20.
+/// The operands of [`Op::Lora`].
 struct Adapted {
     x: NodeId,
     base: NodeId,
@@ -112,21 +112,24 @@ struct Adapted {
     slots: Vec<[NodeId; 3]>,
 }
 
-const ROWS: usize = 12;
+/// Rows, inputs and outputs.
+type Sizes = [usize; 3];
 
 fn adapted(
     g: &mut CaseGraph,
+    [t, k, n]: Sizes,
     ranks: &[usize],
     rows: &[i32],
     fill: Fill,
 ) -> std::result::Result<Adapted, graph::Invalid> {
-    let x = g.float("x", &[ROWS, 16], fill)?;
-    let base = g.float("base", &[ROWS, 20], fill)?;
-    let rows = g.ints("rows", &[ROWS], rows)?;
+    let x = g.float("x", &[t, k], fill)?;
+    let base = g.float("base", &[t, n], fill)?;
+    let rows: Vec<i32> = rows.iter().copied().cycle().take(t).collect();
+    let rows = g.ints("rows", &[t], &rows)?;
     let mut slots = Vec::new();
     for (s, &rank) in ranks.iter().enumerate() {
-        let a = g.float(&format!("a{s}"), &[rank, 16], fill)?;
-        let b = g.float(&format!("b{s}"), &[20, rank], fill)?;
+        let a = g.float(&format!("a{s}"), &[rank, k], fill)?;
+        let b = g.float(&format!("b{s}"), &[n, rank], fill)?;
         // Neither 1 nor the same: a scale that is dropped or swapped shows.
         let scale = g.given(&format!("scale{s}"), &[1], &[0.75 + 1.5 * s as f32])?;
         let refused = g.refused();
@@ -136,33 +139,37 @@ fn adapted(
     Ok(Adapted { x, base, rows, slots })
 }
 
-/// Ranks of the slots, and the slot of each row.
-const ADAPTERS: [(&str, &[usize], [i32; ROWS]); 7] = [
-    ("one slot", &[4], [0; ROWS]),
-    ("rank 1", &[1], [0; ROWS]),
-    ("ragged ranks", &[1, 5, 3], [0, 0, 1, 2, 2, 2, 1, 1, 0, 2, 1, 0]),
-    ("rows without adapter", &[3, 2], [-1, 0, 1, -1, 1, 0, 0, -1, -1, 1, 0, -1]),
-    ("runs of rows", &[8, 2], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, -1]),
-    ("a slot without rows", &[2, 3, 4], [0, 0, 2, 2, -1, 2, 0, 0, 2, 0, 2, 2]),
-    ("no row has an adapter", &[3], [-1; ROWS]),
+const SMALL: Sizes = [12, 16, 20];
+
+/// Sizes, ranks of the slots, and the slots of rows, over and over.
+const ADAPTERS: [(&str, Sizes, &[usize], &[i32]); 10] = [
+    ("one slot", SMALL, &[4], &[0]),
+    ("rank 1", SMALL, &[1], &[0]),
+    ("ragged ranks", SMALL, &[1, 5, 3], &[0, 0, 1, 2, 2, 2, 1, 1, 0, 2, 1, 0]),
+    ("rows without adapter", SMALL, &[3, 2], &[-1, 0, 1, -1, 1, 0, 0, -1, -1, 1, 0, -1]),
+    ("runs of rows", SMALL, &[8, 2], &[1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, -1]),
+    ("a slot without rows", SMALL, &[2, 3, 4], &[0, 0, 2, 2, -1, 2, 0, 0, 2, 0, 2, 2]),
+    ("no row has an adapter", SMALL, &[3], &[-1]),
+    // More ranks than a vector has, more columns than a pass, more rows of a slot than a block.
+    ("many ranks", [9, 75, 70], &[21, 2], &[0, 0, 1]),
+    ("many rows", [150, 80, 68], &[6], &[0, 0, 0, -1]),
+    ("many outputs", [5, 7, 600], &[5, 3], &[0, 1, 1]),
 ];
 
-fn with_adapter(g: &mut CaseGraph, ranks: &[usize], rows: &[i32]) -> Made {
-    let of = adapted(g, ranks, rows, Fill::Signed)?;
+fn with_adapter(g: &mut CaseGraph, sizes: Sizes, ranks: &[usize], rows: &[i32]) -> Made {
+    let of = adapted(g, sizes, ranks, rows, Fill::Signed)?;
     let mut args = vec![of.x, of.base, of.rows];
     args.extend(of.slots.iter().flatten());
     g.graph.push(Op::Lora { slots: ranks.len() }, &args, "y")
 }
 
 pub fn lora(c: &mut Cases) {
-    for (name, ranks, rows) in ADAPTERS {
-        c.add(name, move |g| with_adapter(g, ranks, &rows));
+    for (name, sizes, ranks, rows) in ADAPTERS {
+        c.add(name, move |g| with_adapter(g, sizes, ranks, rows));
     }
     for slot in [2, i32::MAX] {
         c.add_outside(format!("slot {slot} of 2"), move |g| {
-            let mut rows = [0; ROWS];
-            rows[5] = slot;
-            with_adapter(g, &[3, 2], &rows)
+            with_adapter(g, SMALL, &[3, 2], &[0, 0, 0, 0, 0, slot, 0, 0, 0, 0, 0, 0])
         });
     }
     for (view, name) in [(View::Columns, "columns"), (View::Transposed, "transposed")] {
@@ -194,20 +201,20 @@ pub fn lora(c: &mut Cases) {
 }
 
 pub fn lora_back(c: &mut Cases) {
-    for (name, ranks, rows) in ADAPTERS {
+    for (name, sizes @ [t, _, n], ranks, rows) in ADAPTERS {
         for wrt in [LoraOperand::X, LoraOperand::A, LoraOperand::B] {
             for slot in 0..if wrt == LoraOperand::X { 1 } else { ranks.len() } {
                 c.add(format!("{wrt:?} of slot {slot}, {name}"), move |g| {
                     // Few elements, each a sum of many terms that must not cancel.
-                    let of = adapted(g, ranks, &rows, Fill::POSITIVE)?;
-                    let dy = g.float("dy", &[ROWS, 20], Fill::POSITIVE)?;
+                    let of = adapted(g, sizes, ranks, rows, Fill::POSITIVE)?;
+                    let dy = g.float("dy", &[t, n], Fill::POSITIVE)?;
                     g.expect_all(Expected::Nothing);
                     let refused = g.refused();
                     if wrt != LoraOperand::A {
                         g.expect(dy, refused);
                     }
                     g.expect(of.rows, refused);
-                    let inner = g.float("inner", &[ROWS, ranks[slot]], Fill::POSITIVE)?;
+                    let inner = g.float("inner", &[t, ranks[slot]], Fill::POSITIVE)?;
                     g.expect(
                         inner,
                         if wrt == LoraOperand::X { Expected::Nothing } else { refused },
