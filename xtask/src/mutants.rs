@@ -183,3 +183,22 @@ fn passes(tree: &Path, work: &Path, test: &[String]) -> Result<bool, String> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_patch_applies_to_the_code_as_it_is() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let mutants = read(&root.join("mutants"), &[]).unwrap();
+        assert!(mutants.len() > 80, "{} patches", mutants.len());
+        for Mutant { name, patch, .. } in mutants {
+            let mut git = Command::new("git");
+            git.env("GIT_CEILING_DIRECTORIES", root.parent().unwrap()).current_dir(root);
+            let said = git.args(["apply", "--check"]).arg(&patch).output().unwrap();
+            let why = String::from_utf8_lossy(&said.stderr);
+            assert!(said.status.success(), "mutants/{name}.patch: {why}");
+        }
+    }
+}

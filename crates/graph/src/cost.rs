@@ -121,14 +121,14 @@ mod tests {
     #[test]
     fn rows_see_what_windows_chunks_and_earlier_positions_let_them() {
         let all = AttentionAttrs::new(1.0);
-        let some = |window, chunk| AttentionAttrs { window, chunk, ..all.clone() };
+        let some = |window, chunk| AttentionAttrs { window, chunk, ..all };
         for (attrs, before, rows, pairs) in [
-            (all.clone(), 0, 4, 1 + 2 + 3 + 4),
-            (all.clone(), 10, 2, 11 + 12),
+            (all, 0, 4, 1 + 2 + 3 + 4),
+            (all, 10, 2, 11 + 12),
             (some(Some(2), None), 0, 4, 1 + 2 + 2 + 2),
             (some(Some(2), None), 10, 3, 6),
             (some(None, Some(3)), 0, 5, 1 + 2 + 3 + 1 + 2),
-            (all.clone(), 3, 0, 0),
+            (all, 3, 0, 0),
         ] {
             assert_eq!(seen(&attrs, before, rows), f64::from(pairs), "{attrs:?} {before} {rows}");
         }
