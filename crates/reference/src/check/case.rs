@@ -39,6 +39,8 @@ pub enum Fill {
     /// One of so many numbers from a first one on, a step apart: never nearer to what lies
     /// between two of them.
     Steps(f64, f64, u32),
+    /// In any order, all at least so far apart: none changes places with another.
+    Apart(f64),
 }
 
 impl Fill {
@@ -52,6 +54,8 @@ impl Fill {
             Fill::Steps(first, step, count) => {
                 first + step * (rng.next_u64() % u64::from(count.max(1))) as f64
             }
+            // What is drawn alone has nothing to be apart from; see `CaseGraph::random`.
+            Fill::Apart(_) => rng.between(-1.0, 1.0),
             Fill::Outside(low, high) => loop {
                 let x = rng.between(-3.0, 3.0);
                 if x < low || x > high {
@@ -144,7 +148,12 @@ impl CaseGraph {
     }
 
     fn random(&mut self, shape: Shape, fill: Fill) -> Result<Value, Invalid> {
-        let data = (0..shape.elements()).map(|_| fill.draw(&mut self.rng)).collect();
+        let mut data: Vec<f64> = (0..shape.elements()).map(|_| fill.draw(&mut self.rng)).collect();
+        if let Fill::Apart(least) = fill {
+            let middle = data.len() as f64 / 2.0;
+            data = (0..data.len()).map(|i| (i as f64 - middle) * least).collect();
+            (1..data.len()).rev().for_each(|i| data.swap(i, self.rng.below(i + 1)));
+        }
         Value::floats(shape, data)
     }
 

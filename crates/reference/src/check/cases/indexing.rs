@@ -188,7 +188,7 @@ pub fn top_k(c: &mut Cases) {
     }
     for view in View::STRIDED.into_iter().filter(|v| *v != View::RepeatedColumns) {
         c.add(format!("{view:?}"), move |g| {
-            let x = g.viewed("x", &[4, 6], view, Fill::Signed)?;
+            let x = g.viewed("x", &[4, 6], view, Fill::Apart(0.1))?;
             let at = g.graph.top_k(x, 2, "places")?;
             g.graph.take(x, at, "y")
         });

@@ -84,7 +84,7 @@ pub fn norm(c: &mut Cases, kind: NormKind) {
         g.graph.push(Op::Norm { kind, eps: 1e-5.into() }, &[q], "y")
     });
     if kind == NormKind::Layer {
-        for (dims, groups) in [(&[3, 12][..], 3), (&[2, 5, 16], 2), (&[40], 5)] {
+        for (dims, groups) in [(&[16, 24][..], 3), (&[2, 5, 16], 2), (&[40], 5)] {
             c.add(format!("{groups} groups of {dims:?}"), move |g| {
                 let x = g.float("x", dims, Fill::Signed)?;
                 g.graph.group_norm(x, groups, 1e-5, "y")
