@@ -47,21 +47,28 @@ impl Fill {
     /// 0.5 .. 1.5
     pub const POSITIVE: Fill = Fill::Between(0.5, 1.5);
 
-    fn draw(self, rng: &mut Rng) -> f64 {
+    fn draw(self, n: usize, rng: &mut Rng) -> Vec<f64> {
+        let mut each = |one: &dyn Fn(&mut Rng) -> f64| (0..n).map(|_| one(rng)).collect();
         match self {
-            Fill::Signed => rng.sign() * rng.between(0.3, 1.7),
-            Fill::Between(low, high) => rng.between(low, high),
+            Fill::Signed => each(&|rng| rng.sign() * rng.between(0.3, 1.7)),
+            Fill::Between(low, high) => each(&|rng| rng.between(low, high)),
             Fill::Steps(first, step, count) => {
-                first + step * (rng.next_u64() % u64::from(count.max(1))) as f64
+                each(&|rng| first + step * (rng.next_u64() % u64::from(count.max(1))) as f64)
             }
-            // What is drawn alone has nothing to be apart from; see `CaseGraph::random`.
-            Fill::Apart(_) => rng.between(-1.0, 1.0),
-            Fill::Outside(low, high) => loop {
-                let x = rng.between(-3.0, 3.0);
-                if x < low || x > high {
-                    break x;
+            Fill::Outside(low, high) => each(&|rng| {
+                loop {
+                    let x = rng.between(-3.0, 3.0);
+                    if x < low || x > high {
+                        break x;
+                    }
                 }
-            },
+            }),
+            Fill::Apart(least) => {
+                let mut all: Vec<f64> =
+                    (0..n).map(|i| (i as f64 - n as f64 / 2.0) * least).collect();
+                (1..n).rev().for_each(|i| all.swap(i, rng.below(i + 1)));
+                all
+            }
         }
     }
 }
@@ -148,12 +155,7 @@ impl CaseGraph {
     }
 
     fn random(&mut self, shape: Shape, fill: Fill) -> Result<Value, Invalid> {
-        let mut data: Vec<f64> = (0..shape.elements()).map(|_| fill.draw(&mut self.rng)).collect();
-        if let Fill::Apart(least) = fill {
-            let middle = data.len() as f64 / 2.0;
-            data = (0..data.len()).map(|i| (i as f64 - middle) * least).collect();
-            (1..data.len()).rev().for_each(|i| data.swap(i, self.rng.below(i + 1)));
-        }
+        let data = fill.draw(shape.elements(), &mut self.rng);
         Value::floats(shape, data)
     }
 

@@ -146,20 +146,8 @@ fn some_ids(g: &mut CaseGraph, dims: &[usize], rows: i32) -> Made {
     g.ints("ids", dims, &ids)
 }
 
-/// `[rows, n]` numbers of which no two of a row are nearly equal.
-fn distinct(g: &mut CaseGraph, name: &str, dims: &[usize]) -> Made {
-    let n = dims.last().copied().unwrap_or(1).max(1);
-    let count: usize = dims.iter().product();
-    let mut data = Vec::with_capacity(count);
-    while data.len() < count {
-        let mut row: Vec<f32> = (0..n).map(|i| i as f32 * 0.37 - 1.1).collect();
-        for i in (1..n).rev() {
-            row.swap(i, g.rng.below(i + 1));
-        }
-        data.extend(row);
-    }
-    g.given(name, dims, &data)
-}
+/// No difference changes the order of elements.
+const APART: Fill = Fill::Apart(0.1);
 
 pub fn top_k(c: &mut Cases) {
     for dims in [&[7][..], &[1, 5], &[3, 8], &[2, 3, 33], &[4, 128]] {
@@ -167,28 +155,28 @@ pub fn top_k(c: &mut Cases) {
         for k in [1, 2, n] {
             for order in [Order::Ascending, Order::Descending] {
                 c.add(format!("the values of {k} of {dims:?}, {order:?}"), move |g| {
-                    let x = distinct(g, "x", dims)?;
+                    let x = g.float("x", dims, APART)?;
                     let at = g.graph.push(Op::TopK { k, order }, &[x], "places")?;
                     g.graph.take(x, at, "y")
                 });
             }
         }
         c.add(format!("the maximum of {dims:?}"), move |g| {
-            let x = distinct(g, "x", dims)?;
+            let x = g.float("x", dims, APART)?;
             g.graph.row_max(x, "y")
         });
     }
     // Enough of enough for those in front to be in no order before they are sorted.
     for order in [Order::Ascending, Order::Descending] {
         c.add(format!("the values of 61 of [4, 128], {order:?}"), move |g| {
-            let x = distinct(g, "x", &[4, 128])?;
+            let x = g.float("x", &[4, 128], APART)?;
             let at = g.graph.push(Op::TopK { k: 61, order }, &[x], "places")?;
             g.graph.take(x, at, "y")
         });
     }
     for view in View::STRIDED.into_iter().filter(|v| *v != View::RepeatedColumns) {
         c.add(format!("{view:?}"), move |g| {
-            let x = g.viewed("x", &[4, 6], view, Fill::Apart(0.1))?;
+            let x = g.viewed("x", &[4, 6], view, APART)?;
             let at = g.graph.top_k(x, 2, "places")?;
             g.graph.take(x, at, "y")
         });
@@ -202,7 +190,7 @@ pub fn top_k(c: &mut Cases) {
         g.graph.take(values, at, "y")
     });
     c.add("only its places are used", |g| {
-        let x = distinct(g, "x", &[3, 5])?;
+        let x = g.float("x", &[3, 5], APART)?;
         let table = g.float("table", &[5, 4], Fill::Signed)?;
         let refused = g.refused();
         g.expect(x, refused);
