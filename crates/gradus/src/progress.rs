@@ -29,7 +29,7 @@ pub fn aside<T>(write: impl FnOnce() -> T) -> T {
     }
 }
 
-/// One piece of work of known size.
+/// One piece of work of known size. When it is dropped, the bar goes.
 pub struct Progress {
     what: String,
     unit: Unit,
@@ -101,9 +101,6 @@ impl Progress {
             note(format!("{what} {counts} {message}{left}").trim_end());
         }
     }
-
-    /// The work is over; the bar goes.
-    pub fn finish(self) {}
 }
 
 impl Drop for Progress {

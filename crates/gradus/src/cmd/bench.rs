@@ -134,7 +134,7 @@ fn serve(args: &Args) -> Result<()> {
         engine.cache().close(seq);
         progress.set(round as u64 + 1, "");
     }
-    progress.finish();
+    drop(progress);
     let (prompts, decodes) = (counted(&prompts), counted(&decodes));
     let memory = memory::now();
     let (weights, engine_bytes) = (model.weights().bytes(), engine.bytes());
@@ -237,7 +237,7 @@ fn train(args: &Args) -> Result<()> {
         rates.push(per_second(window, at));
         progress.set(round as u64 + 1, &format!("loss {loss:.4}"));
     }
-    progress.finish();
+    drop(progress);
     let rates = counted(&rates);
     let memory = memory::now();
     let arena = trainer.plan()?.arena_bytes();

@@ -259,7 +259,6 @@ fn measure(
     for contestant in contestants {
         for examples in material.examples.chunks(AT_ONCE) {
             if interrupt.asked() {
-                progress.finish();
                 return Err(Error::Interrupted);
             }
             let wanted: Vec<Vec<bool>> =
@@ -282,7 +281,6 @@ fn measure(
             progress.set(done, &format!("{} loss {loss:.4}", contestant.name));
         }
     }
-    progress.finish();
     Ok(())
 }
 
@@ -315,7 +313,6 @@ fn answer(
             engine.cache().close(seq);
             let answer = answer?;
             if interrupt.asked() {
-                progress.finish();
                 return Err(Error::Interrupted);
             }
             contestant.answers.push(Answer {
@@ -328,7 +325,6 @@ fn answer(
             progress.set(done, contestant.name);
         }
     }
-    progress.finish();
     Ok(())
 }
 

@@ -75,9 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
         let bar = bar.get_or_insert_with(|| Progress::new("merging", Unit::Bytes, total));
         bar.set(done, "");
     });
-    if let Some(bar) = bar {
-        bar.finish();
-    }
+    drop(bar);
     let report = report?;
     let size = std::fs::metadata(&args.out).map_err(|e| Error::reading(&args.out, e))?.len();
     if args.json {

@@ -59,7 +59,7 @@ pub fn run(args: &Args) -> Result<()> {
             progress.set(done as u64, &format!("perplexity {so_far:.4}"));
             !interrupt.asked()
         });
-    progress.finish();
+    drop(progress);
     let result = result?;
     if interrupt.asked() {
         return Err(Error::Interrupted);

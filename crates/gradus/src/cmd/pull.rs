@@ -102,17 +102,14 @@ pub fn fetch(name: &str) -> Result<PathBuf> {
             _ => return,
         };
         if shown.as_ref().is_none_or(|(before, _)| *before != what) {
-            if let Some((_, bar)) = shown.take() {
-                bar.finish();
-            }
+            // The one before goes first.
+            shown = None;
             shown = Some((what, Progress::new(what, Unit::Bytes, total)));
         }
         if let Some((_, bar)) = &mut shown {
             bar.set(done, "");
         }
     });
-    if let Some((_, bar)) = shown {
-        bar.finish();
-    }
+    drop(shown);
     Ok(path?)
 }

@@ -286,7 +286,6 @@ impl Ready<'_> {
                 Ok(Advance::Stopped) => continue,
                 Ok(Advance::Done) => break,
                 Err(e) => {
-                    progress.finish();
                     return Err(self.failed(e.into()));
                 }
             };
@@ -315,7 +314,6 @@ impl Ready<'_> {
                     let Some(Keeping { checkpoints, .. }) = &self.keeping else { continue };
                     if let Err(e) = checkpoints.write(&snapshot) {
                         // A run whose checkpoints are lost is not what was asked for.
-                        progress.finish();
                         return Err(e.into());
                     }
                     watch.checkpoint(checkpoints);
@@ -329,7 +327,7 @@ impl Ready<'_> {
             }
             interrupted = interrupt.asked();
         }
-        progress.finish();
+        drop(progress);
         let checkpoint = match (&self.keeping, interrupted) {
             (Some(Keeping { checkpoints, .. }), true) if self.trainer.steps() > 0 => {
                 let path = checkpoints.write(&self.trainer.snapshot())?;
