@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The loss of one adapter in Gradus, in llama.cpp and in transformers + PEFT.
 
-    parity.py -m M.gguf --adapter A.gguf --data D.jsonl [--data E.jsonl ...] [--template chatml]
+    parity.py -m M.gguf --adapter A.gguf --data D.jsonl [--data E.txt ...] [--template chatml]
               [--dequantized]
 
 The rows are rendered, tokenized and masked once, by `gradus data show`. Each program then gives the
@@ -72,6 +72,19 @@ def rows(args, data):
     return made
 
 
+def texts(path, to):
+    """Writes the paragraphs of a text as rows of at least 1,200 characters; what is left is not."""
+    row, made = "", []
+    for paragraph in Path(path).read_text().split("\n"):
+        if len(paragraph.strip()) > 200:
+            row += paragraph.strip() + "\n"
+        if len(row) > 1200:
+            made.append(row)
+            row = ""
+    to.write_text("".join(json.dumps({"text": row}) + "\n" for row in made))
+    return str(to)
+
+
 def llama_cpp(args, sequences, adapter):
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(sequences, file)
@@ -98,7 +111,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("--adapter", required=True, help="a GGUF file")
-    parser.add_argument("--data", required=True, action="append")
+    parser.add_argument("--data", required=True, action="append", help="rows, or a text (.txt)")
     parser.add_argument("--template")
     parser.add_argument("--gradus", default="target/release/gradus")
     parser.add_argument("--within", type=float, default=0.01)
@@ -109,6 +122,10 @@ def main():
     if args.dequantized:
         quantized, args.model = args.model, str(Path(scratch.name) / "float32.gguf")
         dequantized(quantized, args.model)
+    args.data = [
+        texts(data, Path(scratch.name) / f"{Path(data).stem}.jsonl") if data.endswith(".txt") else data
+        for data in args.data
+    ]
     args.rendering = ["--template", args.template] if args.template else []
 
     import peft
