@@ -38,7 +38,7 @@ pub use engine::{Engine, EngineConfig, Rows, WantLogits};
 pub use error::{Error, Result};
 pub use fingerprint::Fnv;
 pub use footprint::arena_bytes;
-pub use generate::{Finish, GenerateConfig, Generated, generate};
+pub use generate::{Finish, GenerateConfig, Generated, Prompt, generate, generate_all};
 pub use merge::{MergeConfig, MergedTensor, merge};
 pub use model::{Model, thread_count};
 pub use net::{

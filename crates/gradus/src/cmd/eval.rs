@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ::data::{Content, Example, Renderer, Row};
-use model::{AdapterId, Engine, GenerateConfig, Model, Scored, ToScore, generate};
+use model::{
+    AdapterId, Engine, GenerateConfig, Generated, Model, Prompt, Scored, ToScore, generate_all,
+};
 use serde_json::{Value, json};
 use text::{ChatTemplate, Message, SamplerConfig};
 
@@ -245,7 +247,10 @@ fn question(row: Row, files: &[PathBuf]) -> Option<Question> {
 }
 
 /// Examples scored at a time.
-const AT_ONCE: usize = 32;
+const SCORED: usize = 32;
+
+/// Answers made at a time.
+const AT_ONCE: usize = 8;
 
 fn measure(
     engine: &mut Engine,
@@ -257,7 +262,7 @@ fn measure(
     let mut progress = Progress::new("row", Unit::Items, rounds as u64);
     let mut done = 0;
     for contestant in contestants {
-        for examples in material.examples.chunks(AT_ONCE) {
+        for examples in material.examples.chunks(SCORED) {
             if interrupt.asked() {
                 return Err(Error::Interrupted);
             }
@@ -296,33 +301,42 @@ fn answer(
     let context = model.geometry().context;
     let rounds = material.questions.len() * contestants.len();
     let mut progress = Progress::new("answer", Unit::Items, rounds as u64);
-    let mut done = 0;
+    let mut prompts = Vec::new();
     for question in &material.questions {
-        let ids =
+        let tokens =
             text::encode_chat(model.tokenizer(), template, &question.messages, &question.tools)?;
-        for contestant in contestants.iter_mut() {
-            let config = GenerateConfig {
-                max_tokens: room(args.max_tokens, context, ids.len())?,
+        let max_tokens = room(args.max_tokens, context, tokens.len())?;
+        prompts.extend(contestants.iter().map(|contestant| Prompt {
+            tokens: tokens.clone(),
+            config: GenerateConfig {
+                max_tokens,
                 sampler: SamplerConfig::greedy(),
                 seed: 0,
                 stops: Vec::new(),
                 adapter: contestant.adapter,
-            };
-            let seq = engine.cache().open();
-            let answer = generate(engine, seq, &ids, &config, &mut |_| !interrupt.asked());
-            engine.cache().close(seq);
-            let answer = answer?;
-            if interrupt.asked() {
-                return Err(Error::Interrupted);
-            }
+            },
+        }));
+    }
+    let mut answers: Vec<Option<Generated>> = prompts.iter().map(|_| None).collect();
+    let mut done = 0;
+    generate_all(engine, &prompts, AT_ONCE, &mut || !interrupt.asked(), &mut |i, answer| {
+        done += 1;
+        progress.set(done, "");
+        if let Some(place) = answers.get_mut(i) {
+            *place = Some(answer);
+        }
+    })?;
+    let mut answers = answers.into_iter();
+    for question in &material.questions {
+        for contestant in contestants.iter_mut() {
+            // What is missing was given up when it was interrupted.
+            let answer = answers.next().flatten().ok_or(Error::Interrupted)?;
             contestant.answers.push(Answer {
                 exact: answer.text.trim() == question.expected.trim(),
                 contains: contains(&answer.text, &question.expected),
                 finish: answer.finish.as_str(),
                 text: answer.text,
             });
-            done += 1;
-            progress.set(done, contestant.name);
         }
     }
     Ok(())

@@ -252,9 +252,9 @@ impl Task for Transpose<'_> {
             }
             s.transpose(&mut block);
             let to = &mut self.to[d * KEYS..][..LANES * KEYS];
-            for i in 0..LANES {
-                // SAFETY: 16 elements of a row of the slice, which has 16 rows of 32.
-                unsafe { s.store(to.as_mut_ptr().add(i * KEYS + half), block[i]) };
+            for (row, &values) in to.chunks_exact_mut(KEYS).zip(&block) {
+                // SAFETY: 16 elements of the row's 32.
+                unsafe { s.store(row[half..half + LANES].as_mut_ptr(), values) };
             }
         }
     }
@@ -497,7 +497,7 @@ impl AddWeighted<'_> {
         // after it.
         for (l, range) in ranges.iter().enumerate() {
             let range = range.start..range.end.min(start);
-            if R > 1 && !range.is_empty() {
+            if !range.is_empty() {
                 s.call(AddRow { to: to[l], c: c.skip(r + l), from, range, width });
             }
         }
@@ -505,7 +505,7 @@ impl AddWeighted<'_> {
         unsafe { add_rows::<S, R>(s, to, c.skip(r), from, start..end, width) };
         for (l, range) in ranges.iter().enumerate() {
             let range = range.start.max(end)..range.end;
-            if R > 1 && !range.is_empty() {
+            if !range.is_empty() {
                 s.call(AddRow { to: to[l], c: c.skip(r + l), from, range, width });
             }
         }

@@ -1,9 +1,10 @@
-//! Gradients that several ops compute: each op short, and all together what one op gives.
+//! What is computed in pieces, by tiles or by ops: each piece short, and all together what one
+//! gives.
 
 use graph::{GatedDeltaAttrs, KeyHeads, NodeId, Op, Shape, vjp};
 
 use crate::Cpu;
-use crate::testing::{Case, Random, assert_close, to_floats};
+use crate::testing::{Case, Every, Random, assert_close, devices, to_floats};
 
 /// Elements of states that a tile may take through a sequence: at 512 rows some 2 ms.
 const MOST: usize = 2048;
@@ -181,4 +182,76 @@ fn gradients_in_pieces_are_those_of_one_op() {
         }
         assert_eq!(start, one.len());
     }
+}
+
+/// P7: a tile takes as many blocks of 16 columns, or channels, through a sequence as are quick, and
+/// one of a long one.
+#[test]
+fn p7_a_tile_takes_one_block_through_a_long_sequence() {
+    let cpu = Cpu::new(1, None).unwrap();
+    let heads_and_blocks = [
+        (delta(8, [1, 2, 16, 70]), 2, 1),
+        (delta(16, [1, 2, 128, 70]), 2, 3),
+        (delta(64, [1, 2, 128, 70]), 2, 5),
+        (scan(8, [6, 11, 1, 16, 1]), 1, 1),
+        (scan(16, [6, 11, 1, 128, 1]), 1, 3),
+        (scan(64, [6, 11, 1, 128, 1]), 1, 5),
+    ];
+    for (made, heads, blocks) in heads_and_blocks {
+        let asked = Every::new(usize::MAX);
+        made.c.run_in_pieces(&cpu, &[made.y], &asked).unwrap();
+        // Of two sequences; and one for rows of none.
+        let tiles = 2 * heads * blocks + 1;
+        assert_eq!(asked.0.into_inner(), tiles, "{:?}", made.c.graph.node(made.y).op);
+    }
+}
+
+/// Columns do not mix, nor do heads: each alone, in one tile, has the bits it has among others in
+/// several.
+#[test]
+fn results_in_tiles_are_those_of_one_tile() {
+    for cpu in devices() {
+        for (mut m, dim, parts) in
+            [(delta(64, [1, 3, 128, 70]), 2, 70), (scan(64, [6, 11, 1, 128, 1]), 1, 6)]
+        {
+            let op = m.c.graph.node(m.y).op.clone();
+            let step = parts / 6;
+            let dims = m.shape(0).dims().to_vec();
+            let outputs = if dim == 2 { m.shape(2) } else { m.shape(0) };
+            let states = m.shape(5);
+            let of_state = if dim == 2 { 3 } else { 1 };
+            let mut wanted = vec![m.y];
+            for at in (0..parts).step_by(step) {
+                let n = step.min(parts - at);
+                // Values and columns of the state; or inputs, steps, decays and heads of it.
+                let cut: &[(usize, usize)] =
+                    if dim == 2 { &[(2, 2), (5, 3)] } else { &[(0, 1), (1, 1), (2, 0), (5, 1)] };
+                let mut operands = m.operands.clone();
+                for &(operand, dim) in cut {
+                    let x = m.c.graph.slice(operands[operand], dim, at, n).unwrap();
+                    operands[operand] = x;
+                }
+                wanted.push(m.c.graph.push(op.clone(), &operands, "part").unwrap());
+            }
+            let out: Vec<Vec<u32>> =
+                m.c.run(&cpu, &wanted).unwrap().iter().map(|b| bits(b)).collect();
+            let mut start = vec![0; out.len()];
+            for (shape, dim) in [(outputs, dim), (states, of_state)] {
+                let inner: usize = shape.dims()[dim + 1..].iter().product();
+                for _ in 0..shape.dims()[..dim].iter().product::<usize>() {
+                    for i in 1..out.len() {
+                        let n = step.min(parts - (i - 1) * step) * inner;
+                        let (whole, part) = (&out[0][start[0]..][..n], &out[i][start[i]..][..n]);
+                        assert_eq!(whole, part, "{op:?} of {dims:?}, part {i}");
+                        (start[0], start[i]) = (start[0] + n, start[i] + n);
+                    }
+                }
+            }
+            assert!(out.iter().zip(start).all(|(out, end)| out.len() == end));
+        }
+    }
+}
+
+fn bits(bytes: &[u8]) -> Vec<u32> {
+    to_floats(bytes).iter().map(|x| x.to_bits()).collect()
 }

@@ -206,6 +206,10 @@ fn setups() -> Vec<(String, Setup)> {
             let widths = (32, 64);
             add(&format!("{dtype} pages of {page}"), Setup { cache, widths, ..CONTINUED });
         }
+        if dtype != Q8_0 {
+            let cache = Some(Cache { dtype, page: 5, shared: false });
+            add(&format!("odd {dtype} pages"), Setup { cache, widths: (20, 37), ..CONTINUED });
+        }
         let cache = Some(Cache { dtype, page: 8, shared: false });
         let (widths, window) = ((32, 32), Some(6));
         let (rows, seqs): (usize, &[[i32; 3]]) = (6, &[[0, 1, 30], [1, 4, 3], [5, 1, 16]]);
