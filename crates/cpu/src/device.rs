@@ -111,6 +111,10 @@ impl Device for Cpu {
         self.isa.family().name()
     }
 
+    fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
     fn fast_bf16(&self) -> bool {
         self.kernel_family() == Family::Amx
     }

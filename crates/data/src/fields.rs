@@ -62,6 +62,11 @@ impl Fields {
         format!("{}{field}", self.at)
     }
 
+    /// Whether a field is there that has not been taken.
+    pub fn has(&self, field: &str) -> bool {
+        self.map.get(field).is_some_and(|v| !(self.nulls && v.is_null()))
+    }
+
     /// A field as it came.
     pub fn value(&mut self, field: &'static str) -> Option<Value> {
         self.known.push(field);

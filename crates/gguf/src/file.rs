@@ -226,6 +226,30 @@ impl fmt::Debug for Gguf {
     }
 }
 
+/// The files of the model whose first is `path`, as its name says: all parts of a split one, else
+/// itself. They need not be there.
+pub fn files(path: &Path) -> Vec<PathBuf> {
+    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+    let count = name.len().checked_sub(suffix(1, 1).len()).and_then(|at| {
+        let (stem, end) = name.split_at_checked(at)?;
+        let count = end.strip_prefix("-00001-of-")?.strip_suffix(".gguf")?.parse().ok()?;
+        (end == suffix(1, count)).then_some((stem, count))
+    });
+    match count {
+        Some((stem, count)) => (1..=count)
+            .map(|n| path.with_file_name(format!("{stem}{}", suffix(n, count))))
+            .collect(),
+        None => vec![path.to_owned()],
+    }
+}
+
+/// Whether a file written to `out` takes the place of one of the model whose first file is
+/// `model`. A name that is not there takes no place.
+pub fn overwrites(out: &Path, model: &Path) -> bool {
+    let Ok(out) = out.canonicalize() else { return false };
+    files(model).iter().any(|file| file.canonicalize().is_ok_and(|file| file == out))
+}
+
 /// The end of the name of part `part` (from 1) of `count`.
 fn suffix(part: u64, count: u64) -> String {
     format!("-{part:05}-of-{count:05}.gguf")

@@ -25,7 +25,7 @@ mod value;
 mod writer;
 
 pub use error::{Error, ErrorKind};
-pub use file::Gguf;
+pub use file::{Gguf, files, overwrites};
 pub use metadata::Metadata;
 pub use tensor::{Tensor, TensorInfo, TensorType};
 pub use value::{Array, Value};

@@ -126,6 +126,21 @@ impl Metadata {
         }
     }
 
+    /// All of it but for the keys that make a file a part of a split model: what a copy in one
+    /// file has.
+    pub fn whole(&self) -> Self {
+        self.filtered(|key| !key.starts_with("split."))
+    }
+
+    /// A copy with some of the keys.
+    pub fn filtered(&self, keep: impl Fn(&str) -> bool) -> Self {
+        let mut some = Self::new();
+        for (key, value) in self.iter().filter(|(key, _)| keep(key)) {
+            some.insert(key, value.clone());
+        }
+        some
+    }
+
     /// The file these entries are from, as error messages name it.
     pub fn file(&self) -> &str {
         &self.file

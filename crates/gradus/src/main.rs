@@ -13,6 +13,7 @@ mod interrupt;
 mod memory;
 mod options;
 mod output;
+mod outputs;
 mod progress;
 mod reading;
 

@@ -13,12 +13,27 @@ use serde_json::Value;
 #[cfg(unix)]
 #[test]
 fn a_run_killed_at_any_moment_goes_on_to_the_same_bytes() {
-    let folder = Folder::new("kill");
-    let model = fixture("llama", "model.gguf");
+    killed_often(&fixture("llama", "model.gguf"), "300", &["--window", "64"]);
+}
+
+/// The same of windows that are walked, with what is dropped drawn anew in each step, a sum of
+/// gradients begun, and the best parameters kept beside the last.
+#[cfg(unix)]
+#[test]
+fn a_run_of_walks_killed_at_any_moment_goes_on_to_the_same_bytes() {
+    let more = ["--window", "64", "--chunk", "16", "--dropout", "0.1", "--accumulate", "2"];
+    let kept = ["--keep-best", "--eval-every", "7"];
+    killed_often(&fixture("qwen3_5_moe", "model.gguf"), "60", &[&more[..], &kept].concat());
+}
+
+/// Twenty kills at random moments of a run.
+#[cfg(unix)]
+fn killed_often(model: &str, epochs: &str, settings: &[&str]) {
+    let folder = Folder::new(&format!("kill-{epochs}"));
     let data = folder.write("facts.jsonl", facts());
     let start = |out: &str, every: &str| {
-        let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", out]);
-        command.args(["--template", "plain", "--window", "64", "--epochs", "300", "--json"]);
+        let mut command = gradus(&["train", "-m", model, "--data", &data, "-o", out, "--json"]);
+        command.args(["--template", "plain", "--epochs", epochs]).args(settings);
         command.args(["--checkpoint-every", every, "--eval-split", "0.3", "--resume"]);
         command.stdout(Stdio::piped()).stderr(Stdio::null()).stdin(Stdio::null());
         command.spawn().unwrap()
@@ -27,40 +42,161 @@ fn a_run_killed_at_any_moment_goes_on_to_the_same_bytes() {
     let began = std::time::Instant::now();
     let child = start(&whole, "0").wait_with_output().unwrap();
     let took = began.elapsed();
-    let steps = |out: &[u8]| -> u64 {
-        serde_json::from_slice::<Value>(out).unwrap()["steps"].as_u64().unwrap()
-    };
-    assert!(steps(&child.stdout) >= 300, "too short to be stopped anywhere");
+    let said = |out: &[u8]| -> Value { serde_json::from_slice(out).unwrap() };
+    let steps = said(&child.stdout)["steps"].as_u64().unwrap();
+    assert!(steps >= 60, "{steps} steps are too few to be stopped anywhere");
     let whole = std::fs::read(whole).unwrap();
 
     let out = folder.file("killed.gguf");
     let mut random = testkit::Random::new(7);
-    let mut kills = 0;
-    let said = loop {
+    let (mut kills, mut between) = (0, 0);
+    while kills < 20 {
         let mut child = start(&out, "1");
-        // Twenty times, unless it comes to its end before.
-        let part = random.below(1000) as f64 / 1000.0 * 0.3;
-        if kills < 20 {
-            std::thread::sleep(took.mul_f64(part));
-        } else {
-            child.wait().unwrap();
-        }
-        if let Some(status) = child.try_wait().unwrap() {
-            assert!(status.success());
-            break child.wait_with_output().unwrap().stdout;
-        }
+        // Some get a step or two further, others not to their first.
+        std::thread::sleep(took.mul_f64(random.below(1000) as f64 / 1000.0 * 0.15));
+        let ended = child.try_wait().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
-        kills += 1;
         // What is killed while it writes leaves no half adapter.
         assert!(!Path::new(&out).exists() || std::fs::read(&out).unwrap() == whole);
-    };
-    assert!(kills >= 4, "it was killed {kills} times only");
-    let said: Value = serde_json::from_slice(&said).unwrap();
-    assert!(said["resumed_from"].as_u64() > Some(0), "{said}");
+        match ended {
+            None => kills += 1,
+            // It came to its end: once more from the beginning.
+            Some(status) => {
+                assert!(status.success());
+                std::fs::remove_file(&out).unwrap();
+            }
+        }
+        between += usize::from(Path::new(&format!("{out}.checkpoints")).exists());
+    }
+    assert!(between >= 10, "{between} of 20 kills left a checkpoint");
+    let child = start(&out, "1").wait_with_output().unwrap();
+    let said = said(&child.stdout);
     println!("{kills} kills; the last went on from step {}", said["resumed_from"]);
     assert!(std::fs::read(&out).unwrap() == whole, "after {kills} kills it ends elsewhere");
     assert!(!Path::new(&format!("{out}.checkpoints")).exists());
+}
+
+/// What is read is never written over, nor is what no adapter is; and a folder that takes no file
+/// is told before the first step.
+#[test]
+fn what_is_read_stays() {
+    let folder = Folder::new("reads");
+    let model = folder.write("model.gguf", std::fs::read(fixture("llama", "model.gguf")).unwrap());
+    let data = folder.write("facts.jsonl", facts());
+    let other = folder.write("notes.txt", "mine");
+    let before = [&model, &data, &other].map(|file| std::fs::read(file).unwrap());
+    let adapter = folder.file("a.gguf");
+    let new = folder.file("new.gguf");
+    let args = |more: &[&str]| -> Vec<String> {
+        let args = ["train", "-m", &model, "--data", &data, "--template", "plain", "--window"];
+        args.iter().chain(&["64", "--epochs", "1"]).chain(more).map(|a| a.to_string()).collect()
+    };
+    let refused = |more: &[&str], parts: &[&str]| {
+        let args = args(more);
+        fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), 1, parts);
+    };
+    let weights = ["--targets", "none", "--train-weights", "norm"];
+    for read in [&model, &data] {
+        refused(&["-o", read], &[read, "is what is read"]);
+        refused(&[&weights[..], &["--out-model", read]].concat(), &[read, "is what is read"]);
+    }
+    refused(&["-o", &adapter, "--eval-data", &other], &["notes.txt"]);
+    refused(&["-o", &other, "--eval-data", &other], &[&other, "is what is read"]);
+    refused(&["-o", &other], &[&other, "is there already and no adapter"]);
+    let twice = ["-o", &new, "--train-weights", "norm", "--out-model", &new];
+    refused(&twice, &["is to be written twice"]);
+    if cfg!(target_os = "linux") {
+        refused(&["-o", "/proc/a.gguf"], &["the folder takes no new file"]);
+        let elsewhere = ["-o", &adapter, "--checkpoints", "/proc/kept"];
+        refused(&elsewhere, &["cannot write to the folder /proc/kept"]);
+    }
+    let train = args(&["-o", &adapter]);
+    ok(&train.iter().map(String::as_str).collect::<Vec<_>>());
+    // An adapter may be written again, but not over what it is merged into or made from.
+    ok(&train.iter().map(String::as_str).collect::<Vec<_>>());
+    let merge = ["merge", "-m", &model, "--adapter", &adapter, "--type", "f32", "-o"];
+    fails(&[&merge[..], &[&model]].concat(), 1, &["is the model itself"]);
+    fails(&[&merge[..], &[&adapter]].concat(), 1, &["is what is read"]);
+    let peft = folder.file("peft");
+    ok(&["adapter", "convert", "-m", &model, &adapter, &peft]);
+    let back = ["adapter", "convert", "-m", &model, &peft];
+    fails(&[&back[..], &[&model]].concat(), 1, &["is there already and no adapter"]);
+    ok(&[&back[..], &[&adapter]].concat());
+    let after = [&model, &data, &other].map(|file| std::fs::read(file).unwrap());
+    assert!(before == after);
+}
+
+/// A step that is not finite ends the run; the adapter of the last checkpoint before what led to it
+/// is kept, and trained on.
+#[test]
+fn the_last_good_adapter_is_kept_and_trained_on() {
+    let folder = Folder::new("last-good");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let out = folder.file("a.gguf");
+    let train = |more: &[&str]| -> Vec<String> {
+        let args = ["train", "-m", &model, "--data", &data, "--template", "plain", "--window"];
+        args.iter().chain(&["256", "--no-record"]).chain(more).map(|a| a.to_string()).collect()
+    };
+    let last_good = folder.file("a.last-good.gguf");
+    let wild = ["-o", &out, "--lr", "1", "--clip", "0", "--warmup", "0", "--alpha", "256"];
+    let wild = [&wild[..], &["--rank", "3", "--targets", "attn", "--epochs", "100"]].concat();
+    let parts = ["step ", " at `", "is in ", &last_good, "`--from` trains on from it"];
+    let step = |every: &str| -> [u64; 2] {
+        let args = train(&[&wild[..], &["--checkpoint-every", every]].concat());
+        let said = fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), 3, &parts);
+        let after = |word: &str| said.split_once(word).unwrap().1.to_string();
+        let number = |text: String| {
+            let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
+            digits.parse().unwrap()
+        };
+        [number(after("error: step ")), number(after("as it was after step "))]
+    };
+    // Without one, what the last whole step came to.
+    let [failed, kept] = step("0");
+    assert_eq!(kept, failed - 1);
+    assert_eq!(step("1"), [failed, failed - 2]);
+    assert!(!Path::new(&out).exists());
+    let show = json(&["adapter", "show", &last_good, "--json"]);
+    assert_eq!(show["targets"][0]["rank"], 3);
+
+    // What it adapts stays.
+    let calm = ["-o", &out, "--from", &last_good, "--lr", "1e-5", "--epochs", "1", "--json"];
+    let said = json(&train(&calm).iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(said["targets"], show["targets"].as_array().unwrap().len());
+    let more = json(&["adapter", "show", &out, "--json"]);
+    assert_eq!(more["targets"][0]["rank"], 3);
+    assert_eq!(more["targets"][0]["alpha"], 256.0);
+    let other = train(&["-o", &out, "--from", &last_good, "--rank", "4"]);
+    fails(&other.iter().map(String::as_str).collect::<Vec<_>>(), 1, &["--from", "--rank"]);
+}
+
+/// What cannot be written at the end is written elsewhere.
+#[cfg(unix)]
+#[test]
+fn an_adapter_whose_folder_went_away_is_written_elsewhere() {
+    let folder = Folder::new("away");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let place = folder.file("place");
+    std::fs::create_dir(&place).unwrap();
+    let (out, kept) = (format!("{place}/a.gguf"), folder.file("kept"));
+    let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out, "--window"]);
+    command.args(["64", "--template", "plain", "--epochs", "200", "--checkpoints", &kept]);
+    command.args(["--checkpoint-every", "1"]).env("TMPDIR", folder.file(""));
+    command.stderr(Stdio::piped()).stdout(Stdio::null()).stdin(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    while !Path::new(&kept).exists() && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    std::fs::rename(&place, folder.file("moved")).unwrap();
+    let out = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(!out.status.success() && said.contains("cannot"), "{said}");
+    let (_, rest) = said.split_once("the adapter is in ").expect("another place");
+    let instead = rest.split_once(" instead").unwrap().0;
+    ok(&["adapter", "show", instead]);
 }
 
 /// Checkpoints that cannot be written end the run, and the last good one goes on.
@@ -150,6 +286,27 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
     let mut fitting = run(&["--memory-budget", "8", "--epochs", "1"]);
     fitting.extend(nearest.split(' ').map(String::from));
     ok(&fitting.iter().map(String::as_str).collect::<Vec<_>>());
+    // The plan says the same, part by part.
+    let mut planned = big.clone();
+    planned.extend(["--dry-run", "--json"]);
+    let ended = gradus(&planned).output().unwrap();
+    let plan: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert_eq!(
+        (ended.status.code(), &plan["trains"], &plan["fits"]),
+        (Some(2), &true.into(), &false.into())
+    );
+    assert!(plan["why"].as_str().unwrap().contains(nearest), "{plan}");
+    assert!(plan["plan"]["arena_bytes"].as_u64() > Some(8 << 20), "{plan}");
+    // So it does of what is refused.
+    let refused = run(&["--targets", "none", "--train-weights", "all", "--dry-run", "--json"]);
+    let quantized = folder.file("quantized.gguf");
+    ok(&["make-toy", "llama", "--format", "q4_0", "-o", &quantized]);
+    let refused: Vec<&str> =
+        refused.iter().map(|a| if a == &model { quantized.as_str() } else { a.as_str() }).collect();
+    let ended = gradus(&refused).output().unwrap();
+    let plan: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert_eq!((ended.status.code(), &plan["trains"]), (Some(2), &false.into()));
+    assert!(plan["why"].as_str().unwrap().contains("quantized weight"), "{plan}");
     // What is longer than the window that fits is walked in chunks, not cut.
     let hybrid = folder.file("hybrid.gguf");
     ok(&["make-toy", "qwen35", "-o", &hybrid]);

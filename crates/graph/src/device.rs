@@ -152,6 +152,11 @@ pub trait Device: Send + Sync {
     /// The kernel family, e.g. `avx512-vnni`; bits may differ between families.
     fn family(&self) -> &'static str;
 
+    /// How many threads share a run: each has scratch memory of its own.
+    fn threads(&self) -> usize {
+        1
+    }
+
     /// Whether products of bf16 with weights of block formats are much faster than those of f32:
     /// what [`GradPrecision`](crate::GradPrecision) is chosen by where nobody chooses.
     fn fast_bf16(&self) -> bool {

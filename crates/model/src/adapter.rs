@@ -69,6 +69,11 @@ pub struct Base<'a> {
 }
 
 impl Base<'_> {
+    /// Whether PEFT knows a tensor by the name of a module such as `q_proj`.
+    pub fn is_called(&self, target: &str, module: &str) -> bool {
+        peft::is_called(self.arch, target, module)
+    }
+
     /// The projection of a name.
     ///
     /// # Errors
@@ -272,6 +277,25 @@ impl Adapter {
         Ok(Adapter { alpha, dropout, tensors })
     }
 
+    /// Whether an adapter may be written to a file: what is there is an adapter itself, or nothing.
+    ///
+    /// # Errors
+    /// When there is a file of another kind, such as a model or data.
+    pub fn check_out(path: &Path) -> Result<()> {
+        if std::fs::metadata(path).is_ok_and(|found| found.len() == 0) {
+            return Ok(());
+        }
+        let is_adapter =
+            |file: gguf::Gguf| file.metadata().str("general.type").is_ok_and(|ty| ty == "adapter");
+        match path.exists() && !gguf::Gguf::open(path).is_ok_and(is_adapter) {
+            false => Ok(()),
+            true => Err(Error::new(format!(
+                "{} is there already and no adapter; choose another file, or remove it first",
+                path.display()
+            ))),
+        }
+    }
+
     /// Writes the adapter, atomically, as llama.cpp reads it.
     ///
     /// The file has one alpha, that of most tensors. Of a tensor whose scale is another, B is
@@ -279,7 +303,8 @@ impl Adapter {
     /// else rounded (see [`Adapter::rounded`]).
     ///
     /// # Errors
-    /// When a tensor is no projection of the model, or the file cannot be written.
+    /// As [`Adapter::check_out`]; when a tensor is no projection of the model, or the file cannot
+    /// be written.
     pub fn write(&self, path: &Path, model: &Model) -> Result<()> {
         self.write_for(path, &model.base())
     }
@@ -289,6 +314,7 @@ impl Adapter {
     /// # Errors
     /// As [`Adapter::write`].
     pub fn write_for(&self, path: &Path, base: &Base<'_>) -> Result<()> {
+        Adapter::check_out(path)?;
         let alpha = self.file_alpha();
         let mut metadata = gguf::Metadata::new();
         metadata.insert("general.architecture", base.arch);

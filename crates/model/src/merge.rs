@@ -113,8 +113,7 @@ pub fn merge(
     for target in adapter.tensors.keys() {
         base.projection(target)?;
     }
-    let same = |path: &Path| path.canonicalize().ok();
-    if same(out).is_some_and(|out| same(file.path()) == Some(out)) {
+    if gguf::overwrites(out, file.path()) {
         return Err(Error::new(format!(
             "{} is the model itself; choose another file for the merged one",
             out.display()
@@ -128,14 +127,15 @@ pub fn merge(
             true => TensorInfo::new(&info.name, stored_as(info, config)?, &info.shape)?,
         });
     }
-    let total = infos.iter().map(|info| info.byte_len() as u64).sum();
+    let lengths: Vec<u64> = infos.iter().map(|info| info.byte_len() as u64).collect();
+    let total = lengths.iter().sum();
     let types: Vec<TensorType> = infos.iter().map(|info| info.ty).collect();
-    let mut writer = Writer::create(out, &metadata(file.metadata(), &config.name), infos)?;
+    let mut writer = Writer::create(out, &metadata(file.metadata(), config), infos)?;
     let mut report = Vec::new();
     let mut erased: Vec<(String, f64, Option<TensorType>)> = Vec::new();
     let mut written = 0u64;
     done(0, total);
-    for (tensor, ty) in file.tensors().zip(types) {
+    for ((tensor, ty), bytes) in file.tensors().zip(types).zip(lengths) {
         let name = &tensor.info.name;
         match adapter.tensors.get(name) {
             None => writer.tensor(tensor.bytes)?,
@@ -150,8 +150,8 @@ pub fn merge(
                 report.push(sums.of(tensor.info, ty));
             }
         }
-        written += tensor.info.byte_len() as u64;
-        done(written.min(total), total);
+        written += bytes;
+        done(written, total);
         file.release(name);
     }
     if let Some(refusal) = refusal(&erased, adapter.tensors.len()) {
@@ -190,11 +190,11 @@ fn stored_as(info: &TensorInfo, config: &MergeConfig) -> Result<TensorType> {
 }
 
 /// The model's own, in one file, and where it comes from.
-fn metadata(of: &Metadata, adapter: &str) -> Metadata {
-    let mut metadata = Metadata::new();
-    for (key, value) in of.iter().filter(|(key, _)| !key.starts_with("split.")) {
-        metadata.insert(key, value.clone());
-    }
+fn metadata(of: &Metadata, config: &MergeConfig) -> Metadata {
+    // What most tensors are is another type then, and readers look for themselves.
+    let kept = |key: &str| config.ty.is_none() || key != "general.file_type";
+    let mut metadata = of.whole().filtered(kept);
+    let adapter = config.name.as_str();
     if adapter.is_empty() {
         return metadata;
     }

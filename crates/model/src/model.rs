@@ -83,6 +83,11 @@ impl Model {
         &self.path
     }
 
+    /// Whether a file written to `path` takes the place of one of the model's.
+    pub fn is_at(&self, path: &Path) -> bool {
+        gguf::overwrites(path, &self.path)
+    }
+
     /// A number that files with other tensors do not have: of all names, types and shapes, and of
     /// some of the bytes of each.
     pub fn fingerprint(&self) -> u64 {

@@ -144,6 +144,8 @@ fn main() {
         data: DataReport::default(),
         pacing,
         memory_budget: None,
+        may_recompute: false,
+        from: None,
         fallback: None,
         durable: None,
         plan: false,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use graph::Device;
+use model::Adapter;
 use train::{Example, TrainConfig};
 
 use crate::Durable;
@@ -61,6 +62,10 @@ pub struct TrainJob {
     pub pacing: Pacing,
     /// Most bytes it may add; what the machine has free where there is no bound.
     pub memory_budget: Option<usize>,
+    /// Layers are computed again in the backward pass where that makes it fit.
+    pub may_recompute: bool,
+    /// An adapter to go on with.
+    pub from: Option<Adapter>,
     /// A device for what the model's own has no kernel for.
     pub fallback: Option<Arc<dyn Device>>,
     /// Where the job is kept, so that it outlives the process.
@@ -80,6 +85,14 @@ pub struct JobPlan {
     pub arena_bytes: usize,
     /// Bytes of what moves, its gradients, its moments.
     pub parameter_bytes: usize,
+    /// Bytes that threads scratch on.
+    pub scratch_bytes: usize,
+    /// Layers are computed again in the backward pass.
+    pub recompute: bool,
+    /// The kernels it runs on, and those of what it falls back to.
+    pub devices: Vec<String>,
+    /// Seconds that it takes with nothing beside it, where the device's rates are known.
+    pub seconds: Option<f64>,
     /// Bytes that may be taken, where there is a bound.
     pub allowed_bytes: Option<usize>,
     /// Nodes that the model's device has no kernel for, and why.
@@ -101,6 +114,8 @@ pub struct LearnJob {
     pub pacing: Pacing,
     /// As of [`TrainJob`].
     pub memory_budget: Option<usize>,
+    /// As of [`TrainJob`].
+    pub may_recompute: bool,
 }
 
 /// What a [`LearnJob`] came to.

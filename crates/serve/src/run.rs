@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
-use graph::Code;
+use graph::{Code, Recompute};
 use model::{Adapter, Model};
 use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 
@@ -25,8 +25,50 @@ struct Setup<'j> {
     examples: &'j [Example],
     held_out: &'j [Example],
     budget: Option<usize>,
+    may_recompute: bool,
     measure_first: bool,
     checkpoint_every: u64,
+}
+
+impl<'j> Setup<'j> {
+    fn of(job: &'j TrainJob) -> Setup<'j> {
+        Setup {
+            config: &job.config,
+            examples: &job.examples,
+            held_out: &job.held_out,
+            budget: job.memory_budget,
+            may_recompute: job.may_recompute,
+            measure_first: false,
+            checkpoint_every: job.durable.as_ref().map_or(0, |d| d.every),
+        }
+    }
+}
+
+/// What a job starts from: an adapter's optimizer begins anew.
+fn start_of(job: &TrainJob) -> Start {
+    let TrainConfig { method, weight_decay, .. } = job.config;
+    let fresh = || Optimizer::new(method, weight_decay);
+    let from = job.from.clone().map(|adapter| (adapter, fresh()));
+    Start { from, fallback: job.fallback.clone() }
+}
+
+/// A run that is differentiated and planned.
+struct Prepared {
+    trainer: Shared,
+    recompute: bool,
+    steps: u64,
+    parameters: usize,
+    scratch: usize,
+    /// Bytes that it takes beside the model, and that it may take.
+    needed: usize,
+    allowed: Option<usize>,
+}
+
+impl Prepared {
+    /// The bound, where it does not fit.
+    fn too_much(&self) -> Option<usize> {
+        self.allowed.filter(|&allowed| self.needed > allowed)
+    }
 }
 
 impl Server {
@@ -65,16 +107,7 @@ impl Server {
 
     /// Sets a run up and hands it to the loop.
     fn begin(&self, job: &TrainJob, control: Arc<Control>) -> Result<Receiver<Progress>> {
-        let setup = Setup {
-            config: &job.config,
-            examples: &job.examples,
-            held_out: &job.held_out,
-            budget: job.memory_budget,
-            measure_first: false,
-            checkpoint_every: job.durable.as_ref().map_or(0, |d| d.every),
-        };
-        let start = Start { from: None, fallback: job.fallback.clone() };
-        let (mut trainer, event) = self.set_up(&setup, start)?;
+        let Prepared { mut trainer, steps, .. } = self.set_up(&Setup::of(job), start_of(job))?;
         if let Some(durable) = &job.durable {
             if durable.resume
                 && let Some((snapshot, _)) = durable.checkpoints().last()?
@@ -86,9 +119,7 @@ impl Server {
         {
             let mut status = lock(&self.0.status);
             status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
-            if let Event::Start { steps, .. } = event {
-                status.steps_total = steps;
-            }
+            status.steps_total = steps;
             status.state = State::Running;
         }
         self.hand_over(trainer, control, job.pacing)
@@ -175,19 +206,18 @@ impl Server {
     fn learned(&self, mut job: LearnJob, control: Arc<Control>) -> Result<Learned> {
         let (from, served) = self.shadow_of(&job.alias);
         if let Some((adapter, _)) = &from {
-            job.config.targets = adapter.tensors.keys().cloned().collect();
-            job.config.alpha = adapter.alpha;
-            job.config.rank = adapter.tensors.values().next().map_or(job.config.rank, |t| t.rank);
+            job.config.go_on_with(adapter);
         }
         let setup = Setup {
             config: &job.config,
             examples: &job.examples,
             held_out: &job.examples,
             budget: job.memory_budget,
+            may_recompute: job.may_recompute,
             measure_first: true,
             checkpoint_every: 0,
         };
-        let (trainer, _) = self.set_up(&setup, Start { from, fallback: None })?;
+        let Prepared { trainer, .. } = self.set_up(&setup, Start { from, fallback: None })?;
         let progress = self.hand_over(trainer, control, job.pacing)?;
         let (mut before, mut after) = (f64::NAN, f64::NAN);
         while let Ok(news) = progress.recv() {
@@ -287,37 +317,36 @@ impl Server {
     /// # Errors
     /// The refusal, or what is wrong with the data.
     pub fn plan(&self, job: &TrainJob) -> Result<JobPlan> {
-        let setup = Setup {
-            config: &job.config,
-            examples: &job.examples,
-            held_out: &job.held_out,
-            budget: job.memory_budget,
-            measure_first: false,
-            checkpoint_every: job.durable.as_ref().map_or(0, |d| d.every),
+        let setup = Setup::of(job);
+        let mut prepared = self.prepare(&setup, start_of(job))?;
+        let instead = match prepared.too_much() {
+            Some(allowed) => {
+                let room = allowed.saturating_sub(prepared.scratch);
+                Some(self.what_fits(&setup, job.fallback.as_ref(), room)?)
+            }
+            None => None,
         };
-        let start = Start { from: None, fallback: job.fallback.clone() };
-        let (mut trainer, event) = self.prepare(&setup, start)?;
-        let (steps, parameters) = match event {
-            Event::Start { steps, parameters, .. } => (steps, parameters),
-            _ => (0, 0),
+        let Prepared { trainer, recompute, steps, parameters, scratch, needed, allowed } =
+            &mut prepared;
+        let seconds = match self.0.options.rates {
+            Some(rates) => Some(rates.seconds(&trainer.cost()?)),
+            None => None,
         };
         let parameter_bytes = trainer.parameter_bytes();
-        let allowed_bytes = self.allowed(&setup);
-        let (needed, plan) = (trainer.planned_bytes(), trainer.plan()?);
         let fallback = |f: &graph::Fallback| format!("{} `{}`: {}", f.op, f.name, f.reason);
-        let fallbacks = plan.fallbacks.iter().map(fallback).collect();
-        let instead = match allowed_bytes {
-            Some(allowed) if needed > allowed => {
-                Some(self.what_fits(&setup, job.fallback.as_ref(), allowed)?)
-            }
-            _ => None,
-        };
+        let fallbacks: Vec<String> = trainer.plan()?.fallbacks.iter().map(fallback).collect();
+        let other = job.fallback.as_ref().filter(|_| !fallbacks.is_empty());
+        let devices = [Some(self.0.model.device()), other].into_iter().flatten();
         Ok(JobPlan {
-            steps,
-            parameters,
-            arena_bytes: needed - parameter_bytes.min(needed),
+            steps: *steps,
+            parameters: *parameters,
+            arena_bytes: needed.saturating_sub(parameter_bytes + *scratch),
             parameter_bytes,
-            allowed_bytes,
+            scratch_bytes: *scratch,
+            recompute: *recompute,
+            devices: devices.map(|device| device.family().to_string()).collect(),
+            seconds,
+            allowed_bytes: *allowed,
             fallbacks,
             instead,
         })
@@ -328,37 +357,53 @@ impl Server {
         [setup.budget, self.0.model.device().available()].into_iter().flatten().min()
     }
 
-    /// Differentiates and plans.
-    fn prepare(&self, setup: &Setup<'_>, start: Start) -> Result<(Shared, Event)> {
+    /// Differentiates and plans; with recomputation where that alone makes it fit.
+    fn prepare(&self, setup: &Setup<'_>, start: Start) -> Result<Prepared> {
         if setup.examples.is_empty() {
             return Err(Error::new(Code::BadData, "there are no examples to learn from"));
         }
-        let mut trainer = Trainer::start(self.0.model.clone(), setup.config.clone(), start)?;
-        if setup.measure_first {
-            trainer.measure_first();
+        let allowed = self.allowed(setup);
+        let mut config = setup.config.clone();
+        loop {
+            let start = Start { from: start.from.clone(), fallback: start.fallback.clone() };
+            let mut trainer = Trainer::start(self.0.model.clone(), config.clone(), start)?;
+            if setup.measure_first {
+                trainer.measure_first();
+            }
+            trainer.checkpoint_every(setup.checkpoint_every);
+            let event = trainer.load(setup.examples.to_vec(), setup.held_out.to_vec())?;
+            let Event::Start { steps, parameters, scratch_bytes, .. } = event else {
+                return Err(Error::new(Code::Internal, "a run began with something else"));
+            };
+            let scratch = scratch_bytes * self.0.model.device().threads();
+            let needed = trainer.planned_bytes() + scratch;
+            let recompute = config.graph.recompute != Recompute::None;
+            let prepared =
+                Prepared { trainer, recompute, steps, parameters, scratch, needed, allowed };
+            if prepared.too_much().is_none() || recompute || !setup.may_recompute {
+                return Ok(prepared);
+            }
+            config.graph.recompute = Recompute::PerLayer;
         }
-        trainer.checkpoint_every(setup.checkpoint_every);
-        let event = trainer.load(setup.examples.to_vec(), setup.held_out.to_vec())?;
-        Ok((trainer, event))
     }
 
     /// Differentiates, plans, bounds; takes the memory last.
-    fn set_up(&self, setup: &Setup<'_>, start: Start) -> Result<(Shared, Event)> {
+    fn set_up(&self, setup: &Setup<'_>, start: Start) -> Result<Prepared> {
         let fallback = start.fallback.clone();
-        let (mut trainer, event) = self.prepare(setup, start)?;
-        let needed = trainer.planned_bytes();
-        if let Some(allowed) = self.allowed(setup).filter(|&allowed| needed > allowed) {
-            let fits = self.what_fits(setup, fallback.as_ref(), allowed)?;
+        let mut prepared = self.prepare(setup, start)?;
+        if let Some(allowed) = prepared.too_much() {
+            let room = allowed.saturating_sub(prepared.scratch);
+            let fits = self.what_fits(setup, fallback.as_ref(), room)?;
             let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;
             let message = format!(
                 "the run needs {} MiB beside the model, {} MiB may be taken; {fits}",
-                mib(needed),
+                mib(prepared.needed),
                 mib(allowed)
             );
             return Err(Error::new(Code::OverBudget, message));
         }
-        trainer.reserve()?;
-        Ok((trainer, event))
+        prepared.trainer.reserve()?;
+        Ok(prepared)
     }
 
     /// The nearest settings that fit, in words.
@@ -456,6 +501,9 @@ impl Server {
                         self.0.counters.jobs_failed.add(1);
                         return Ok(());
                     }
+                    if let End::Failed(e) = end {
+                        return Err(keep_last_good(job, &mut trainer, &self.0.model, e));
+                    }
                     let outcome = finished(trainer, end)?;
                     if job.config.targets.is_empty() {
                         train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
@@ -515,6 +563,21 @@ fn finished(trainer: Shared, end: End) -> Result<Outcome> {
         End::Stopped => Err(stopped()),
         End::Failed(e) => Err(e),
     }
+}
+
+/// Writes the adapter of a job that failed as it was before, and says where.
+fn keep_last_good(job: &TrainJob, trainer: &mut Shared, model: &Model, e: Error) -> Error {
+    let checkpoints = job.durable.as_ref().map(Durable::checkpoints);
+    let path = job.out.with_extension("last-good.gguf");
+    let kept = match trainer.last_good(checkpoints.as_ref(), e.code == Code::NonFinite) {
+        Ok(Some((adapter, step))) => match adapter.write(&path, model) {
+            Ok(()) => format!("the adapter as it was after step {step} is in {}", path.display()),
+            Err(also) => also.to_string(),
+        },
+        Ok(None) => return e,
+        Err(also) => also.to_string(),
+    };
+    Error { message: format!("{}; {kept}", e.message), ..e }
 }
 
 fn stopped() -> Error {

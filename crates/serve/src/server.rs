@@ -32,6 +32,8 @@ pub struct Options {
     pub prompt_chunk: usize,
     /// The folder that jobs write to and adapters are loaded from; training is off without it.
     pub train_dir: Option<PathBuf>,
+    /// How fast the device is, where plans are to say how long jobs take.
+    pub rates: Option<train::Rates>,
 }
 
 impl Default for Options {
@@ -44,6 +46,7 @@ impl Default for Options {
             positions: 8192,
             prompt_chunk: 128,
             train_dir: None,
+            rates: None,
         }
     }
 }

@@ -206,6 +206,7 @@ fn learn(toy: &Fixture, alias: &str) -> LearnJob {
         examples: examples(9),
         pacing: Pacing::Never,
         memory_budget: None,
+        may_recompute: false,
     }
 }
 

@@ -358,6 +358,13 @@ impl Checkpoints {
         first_error.map_or(Ok(None), Err)
     }
 
+    /// The last undamaged one of fewer than so many steps: the step after it is known to be finite
+    /// where a later one was begun.
+    pub fn before(&self, steps: u64) -> Option<Snapshot> {
+        let earlier = self.files().into_iter().rev().filter(|(step, _)| *step < steps);
+        earlier.map(|(_, path)| Snapshot::read(&path)).find_map(Result::ok)
+    }
+
     /// Removes them all, and the folder when it is empty then.
     pub fn clear(&self) {
         self.sweep();

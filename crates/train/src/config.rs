@@ -122,6 +122,16 @@ impl TrainConfig {
         Ok(())
     }
 
+    /// Takes over what an adapter that is trained on decides: targets, ranks and alpha.
+    pub fn go_on_with(&mut self, adapter: &model::Adapter) {
+        self.targets = adapter.tensors.keys().cloned().collect();
+        self.rank = adapter.tensors.values().next().map_or(self.rank, |pair| pair.rank);
+        let others = adapter.tensors.iter().filter(|(_, pair)| pair.rank != self.rank);
+        self.ranks = others.map(|(name, pair)| (name.clone(), pair.rank)).collect();
+        // Its scales stand in the pairs.
+        (self.alpha, self.rslora) = (adapter.alpha, false);
+    }
+
     /// Each target with the rank of its pair.
     pub fn ranks(&self) -> impl Iterator<Item = (&str, usize)> {
         let rank = |name: &String| self.ranks.get(name).copied().unwrap_or(self.rank);

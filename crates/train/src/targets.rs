@@ -21,24 +21,41 @@ const KINDS: [Kind; 8] = [
     ("head", |name, _| name == "output.weight"),
 ];
 
-/// The projections that a list of patterns names: `all` (or `all-linear`) for every projection
-/// inside a layer, `attn` or `ffn` for those halves, `experts` for the stacks of routed experts,
-/// `router` for what chooses among them, `embed` for the embedding of tokens and `head` for the
-/// projection to the vocabulary where those are two tensors, or part of a tensor name such as
-/// `attn_q` or `blk.3.`.
+/// The part of a layer's tensor that says what it is: `attn_q` of `blk.3.attn_q.weight`.
+fn kind_of(name: &str) -> Option<&str> {
+    name.strip_prefix("blk.")?.split_once('.')?.1.strip_suffix(".weight")
+}
+
+/// The projections that a list of names stands for, each the first of these that there is: `all` (or
+/// `all-linear`) for every projection inside a layer, `attn` or `ffn` for those halves, `experts` for
+/// the stacks of routed experts, `router` for what chooses among them, `embed` for the embedding of
+/// tokens and `head` for the projection to the vocabulary where those are two tensors; what GGUF
+/// calls a projection, such as `attn_q`; what PEFT calls it, such as `q_proj`; or part of tensor
+/// names such as `attn_` or `blk.3.`.
 ///
 /// # Errors
-/// A pattern that matches nothing, with the candidates.
+/// A name that stands for nothing, with the candidates.
 pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>> {
     let projections: Vec<(&String, &Projection)> = model.projections().iter().collect();
+    let base = model.base();
     let mut chosen = BTreeSet::new();
     for pattern in patterns {
-        let kind = KINDS.iter().find(|(kind, _)| kind == pattern);
-        let hit = |(name, projection): &(&String, &Projection)| match kind {
-            Some((_, of_kind)) => of_kind(name, projection),
-            None => name.contains(pattern.as_str()),
+        let hits = |is_hit: &dyn Fn(&str, &Projection) -> bool| -> Vec<&String> {
+            let hits = projections.iter().filter(|(name, projection)| is_hit(name, projection));
+            hits.map(|(name, _)| *name).collect()
         };
-        let matches: Vec<&String> = projections.iter().copied().filter(hit).map(|p| p.0).collect();
+        let matches = match KINDS.iter().find(|(kind, _)| kind == pattern) {
+            Some((_, of_kind)) => hits(of_kind),
+            None => {
+                let readings: [&dyn Fn(&str, &Projection) -> bool; 3] = [
+                    &|name, _| kind_of(name) == Some(pattern),
+                    &|name, _| base.is_called(name, pattern),
+                    &|name, _| name.contains(pattern.as_str()),
+                ];
+                let mut found = readings.iter().map(|reading| hits(*reading));
+                found.find(|found| !found.is_empty()).unwrap_or_default()
+            }
+        };
         if matches.is_empty() {
             let tensor = match pattern.as_str() {
                 "embed" => Some("token_embd.weight"),
@@ -52,10 +69,10 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
                 projections.iter().any(|(name, projection)| of_kind(name, projection))
             };
             let names: BTreeSet<&str> =
-                projections.iter().filter_map(|(n, _)| n.split('.').nth(2)).collect();
+                projections.iter().filter_map(|(name, _)| kind_of(name)).collect();
             let candidates = KINDS.iter().filter(of_model).map(|k| k.0).chain(names);
             return Err(Error::Setting(format!(
-                "target `{pattern}` matches no projection; candidates: {}",
+                "target `{pattern}` is no projection; candidates: {}",
                 candidates.collect::<Vec<_>>().join(", ")
             )));
         }

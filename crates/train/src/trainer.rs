@@ -11,7 +11,10 @@ use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
 use crate::held_out::HeldOut;
 use crate::moved::Moved;
 use crate::step::{Step, Stepped, total_weight};
-use crate::{Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig, Window};
+use crate::{
+    Checkpoints, Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig,
+    Window,
+};
 
 /// What a run reports as it goes.
 #[derive(Clone, PartialEq, Debug)]
@@ -682,6 +685,27 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 }
             }
         }
+    }
+
+    /// The adapter of a run that failed, as it was when it was last known to be good, and the step
+    /// it is of: as the last whole step left it or, where a number was not finite, as it is in the
+    /// last checkpoint before that step, if there is one. `None` where no step was taken or no
+    /// adapter is trained.
+    ///
+    /// # Errors
+    /// When a checkpoint is not of this run.
+    pub fn last_good(
+        &mut self,
+        checkpoints: Option<&Checkpoints>,
+        not_finite: bool,
+    ) -> Result<Option<(&Adapter, u64)>> {
+        // What the last step came to is what gave such a number.
+        let earlier = checkpoints.filter(|_| not_finite).and_then(|all| all.before(self.steps()));
+        if let Some(snapshot) = earlier {
+            self.restore(snapshot, true)?;
+        }
+        let steps = self.steps();
+        Ok(self.parameters.adapter.as_ref().filter(|_| steps > 0).map(|adapter| (adapter, steps)))
     }
 
     /// Ends the run where it is: a step that has begun to move parameters is brought to its end,

@@ -35,23 +35,29 @@ pub fn select_weights(model: &Model, patterns: &[String]) -> Result<Vec<String>>
 }
 
 /// Writes a model's file anew with other values for some of its float tensors, each rounded to
-/// nearest in its own type. The file appears whole or not at all.
+/// nearest in its own type. One file is written, whole or not at all, also of a split model.
 ///
 /// # Errors
-/// When the model's file cannot be read again, a tensor is missing, quantized or of another size,
+/// When `path` is a file of the model itself, the model's file cannot be read again, a tensor is missing, quantized or of another size,
 /// or the file cannot be written.
 pub fn write_weights(
     path: &Path,
     model: &Model,
     weights: &BTreeMap<String, Vec<f32>>,
 ) -> Result<()> {
+    if model.is_at(path) {
+        return Err(Error::Setting(format!(
+            "{} is the model itself; choose another file for the trained one",
+            path.display()
+        )));
+    }
     let file = |e: gguf::Error| Error::Model(model::Error::File(e));
     let source = Gguf::open(model.path()).map_err(file)?;
     if let Some(name) = weights.keys().find(|name| source.tensor(name).is_none()) {
         return Err(Error::Setting(format!("{}: no tensor `{name}`", model.path().display())));
     }
     let infos: Vec<_> = source.tensors().map(|t| t.info.clone()).collect();
-    let mut writer = Writer::create(path, source.metadata(), infos).map_err(file)?;
+    let mut writer = Writer::create(path, &source.metadata().whole(), infos).map_err(file)?;
     for tensor in source.tensors() {
         let bytes: Cow<'_, [u8]> = match weights.get(&tensor.info.name) {
             None => tensor.bytes.into(),

@@ -101,6 +101,64 @@ fn every_weight_of_a_float_model_trains_and_the_file_it_makes_is_that_model() {
     }
 }
 
+/// The file that a split model is trained into is one, and a file like any other.
+#[test]
+fn a_model_in_parts_is_trained_into_one_file() {
+    let bytes = Toy::new("llama", TensorType::F16, 3).gguf().unwrap();
+    let whole = gguf::Gguf::from_bytes("toy.gguf", bytes).unwrap();
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let path = |no: usize| folder.join(format!("parts-{no:05}-of-00002.gguf"));
+    let tensors: Vec<gguf::Tensor<'_>> = whole.tensors().collect();
+    for (no, part) in tensors.chunks(tensors.len().div_ceil(2)).enumerate() {
+        let mut metadata = match no {
+            0 => whole.metadata().whole(),
+            _ => gguf::Metadata::new(),
+        };
+        metadata.insert("general.file_type", gguf::Value::U32(1));
+        metadata.insert("split.no", gguf::Value::U16(no as u16));
+        metadata.insert("split.count", gguf::Value::U16(2));
+        metadata.insert("split.tensors.count", gguf::Value::I32(tensors.len() as i32));
+        let infos = part.iter().map(|t| t.info.clone()).collect();
+        let mut writer = gguf::Writer::create(path(no + 1), &metadata, infos).unwrap();
+        part.iter().for_each(|t| writer.tensor(t.bytes).unwrap());
+        writer.finish().unwrap();
+    }
+    let model = Model::load(&path(1), cpu()).unwrap();
+    let (outcome, _) = losses(&model, config(&model, &[], &["norm"]));
+    for part in [path(1), path(2)] {
+        let error = write_weights(&part, &model, &outcome.weights).unwrap_err().to_string();
+        assert!(error.contains("is the model itself"), "{error}");
+    }
+    let out = folder.join("parts trained.gguf");
+    write_weights(&out, &model, &outcome.weights).unwrap();
+    let trained = Model::load(&out, cpu()).unwrap();
+    for (tensor, values) in &outcome.weights {
+        assert!(trained.read_f32(tensor).unwrap() == *values, "{tensor}");
+    }
+    // So is the one that an adapter is merged into.
+    let (outcome, _) = losses(&model, config(&model, &["attn"], &[]));
+    let skeleton = model::Skeleton::open(&path(1)).unwrap();
+    let config = model::MergeConfig {
+        ty: Some(TensorType::F32),
+        force: false,
+        name: "parts".into(),
+        threads: 1,
+    };
+    let (mut shown, mut total) = (Vec::new(), 0);
+    model::merge(&skeleton, &outcome.adapter, &out, &config, &mut |done, of| {
+        shown.push(done);
+        total = of;
+    })
+    .unwrap();
+    // What is told of is bytes of the result, which is of another type.
+    assert!(shown.windows(2).all(|pair| pair[0] <= pair[1]), "{shown:?}");
+    assert_eq!(shown[shown.len() - 2..], [total, total]);
+    let merged = gguf::Gguf::open(&out).unwrap();
+    assert_eq!(merged.tensors().map(|t| t.bytes.len() as u64).sum::<u64>(), total);
+    assert!(!merged.metadata().contains("general.file_type"));
+    Model::load(&out, cpu()).unwrap();
+}
+
 #[test]
 fn norms_train_beside_an_adapter_of_a_quantized_model() {
     let bytes = Toy::new("llama", TensorType::Q4_1, 3).gguf().unwrap();
@@ -131,7 +189,8 @@ fn a_quantized_weight_is_refused_naming_op_node_and_operand() {
     assert!(odd.to_string().contains("`nothing`"), "{odd}");
     // Nor is it overwritten.
     let weights = [("output_norm.weight".to_string(), vec![1.0; 3])].into();
-    let error = write_weights(&path, &model, &weights).unwrap_err().to_string();
+    let error =
+        write_weights(&path.with_extension("trained"), &model, &weights).unwrap_err().to_string();
     assert!(error.contains("output_norm.weight") && error.contains("3 floats"), "{error}");
     assert!(std::fs::read(&path).unwrap() == bytes);
 }

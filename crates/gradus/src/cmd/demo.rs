@@ -104,12 +104,13 @@ pub fn run(args: &Args) -> Result<()> {
     let session = Session {
         model: &model,
         config: settings(args.recompute)?.config(&model, WINDOW)?,
+        from: None,
         may_recompute: args.recompute == RecomputeName::Auto,
         examples,
         held_out: Vec::new(),
-        threads: args.device.count()?,
         budget: None,
         keeping: None,
+        last_good: None,
     };
     let ran = session.ready()?.run(&interrupt, &mut ())?;
     if ran.interrupted {

@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::error::{Error, Result};
 use crate::options::ModelArgs;
 use crate::output::{bytes, json, line};
+use crate::outputs;
 use crate::progress::{Progress, Unit};
 
 /// Write a copy of a model with an adapter merged into its weights
@@ -65,6 +66,7 @@ fn parse(name: &str) -> Result<Option<TensorType>> {
 
 pub fn run(args: &Args) -> Result<()> {
     let ty = parse(&args.ty)?;
+    outputs::check(&[&args.out], std::slice::from_ref(&args.adapter))?;
     let threads = args.model.device.count()?;
     let model = Skeleton::open(&args.model.path()?)?;
     let adapter = Adapter::read_for(&args.adapter, &model.base())?;

@@ -194,6 +194,11 @@ fn start(
         cache,
         positions: args.ctx,
         prompt_chunk: args.prompt_chunk,
+        // Now, while there is nobody to wait for it.
+        rates: train_dir
+            .as_ref()
+            .map(|_| train::Rates::measure(model.device().as_ref()))
+            .transpose()?,
         train_dir,
     };
     let server = Server::start(model, options)?;

@@ -32,6 +32,11 @@ use crate::adapter::{Base, effective_alpha, scale, transposed};
 use crate::describe::PairInfo;
 use crate::{Adapter, Error, LoraTensor, Projection, Result};
 
+/// Whether PEFT knows a tensor of an architecture by the name of a module such as `q_proj`.
+pub(crate) fn is_called(arch: &str, target: &str, module: &str) -> bool {
+    family(arch).is_ok_and(|family| family.is_called(target, module))
+}
+
 /// The configuration's file.
 pub(crate) const CONFIG: &str = "adapter_config.json";
 /// The tensors' file.

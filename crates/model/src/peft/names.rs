@@ -201,6 +201,13 @@ impl Family {
         Some((layer.parse().ok()?, self.all().find(|m| m.tensor == kind)?))
     }
 
+    /// Whether a tensor `blk.N.KIND.weight` is what people call by the last part of a module's
+    /// path, such as `q_proj` or, of each expert of a stack, `gate_proj`.
+    pub(super) fn is_called(&self, target: &str, name: &str) -> bool {
+        let last = |path: &str| path.rsplit('.').next() == Some(name);
+        self.module(target).is_some_and(|(_, m)| last(m.path) || m.also.iter().any(|p| last(p)))
+    }
+
     /// What a path such as `model.layers.3.mlp.up_proj` stands for, if the architecture has it.
     pub(super) fn place(&self, path: &str) -> Option<Place> {
         let mut rest = path;

@@ -197,19 +197,24 @@ async fn job(
 
 fn planned(job: &TrainJob, plan: &JobPlan) -> Value {
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-    let JobPlan { steps, parameters, arena_bytes, parameter_bytes, allowed_bytes, .. } = plan;
+    let JobPlan { arena_bytes, parameter_bytes, scratch_bytes, .. } = plan;
     json!({
         "trains": true,
         "fits": plan.instead.is_none(),
         "instead": plan.instead,
-        "steps": steps,
-        "parameters": parameters,
+        "steps": plan.steps,
+        "seconds": plan.seconds,
+        "parameters": plan.parameters,
+        "targets": job.config.targets.len(),
         "window": job.config.longest(),
         "chunk": job.config.graph.rows,
+        "recompute": plan.recompute,
         "arena_mib": mib(*arena_bytes),
         "parameters_mib": mib(*parameter_bytes),
-        "needed_mib": mib(arena_bytes + parameter_bytes),
-        "allowed_mib": allowed_bytes.map(mib),
+        "scratch_mib": mib(*scratch_bytes),
+        "needed_mib": mib(arena_bytes + parameter_bytes + scratch_bytes),
+        "allowed_mib": plan.allowed_bytes.map(mib),
+        "devices": plan.devices,
         "fallbacks": plan.fallbacks,
     })
 }

@@ -1,11 +1,12 @@
 //! `POST /train` and `POST /learn`: settings, targets, data.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use data::Fit;
 use graph::{GradPrecision, Recompute};
+use model::Adapter;
 use serde_json::{Value, json};
-use train::{GraphConfig, Schedule, TrainConfig, Walks};
+use train::{GraphConfig, Method, Schedule, TrainConfig, Walks};
 
 use super::data::{BLOCK, Data, corpus, of_rows, of_text, rows};
 use super::json::{Fields, body, missing, wrong};
@@ -27,6 +28,7 @@ struct Settings {
     fit: Fit,
     pacing: Pacing,
     memory_budget: Option<usize>,
+    may_recompute: bool,
 }
 
 /// Reads a training job: everything is checked that can be without the graph, then the data are
@@ -38,21 +40,45 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
     let folder = host.train_dir()?;
     let mut fields = body(bytes, false)?;
     let out = fields.string("out")?.ok_or_else(|| missing("out", "a name such as `notes.gguf`"))?;
+    const OF_ADAPTER: [&str; 7] =
+        ["targets", "top_layers", "train_weights", "rank", "ranks", "alpha", "rslora"];
+    let adapts = OF_ADAPTER.into_iter().find(|field| fields.has(field));
     let settings = settings(&mut fields, host, true)?;
     let share = "a number from 0 to below 1";
     let val_split = fields.number("val_split", |v| (0.0..1.0).contains(&v), share)?.unwrap_or(0.1);
     let parse_special = fields.flag("parse_special")?;
     let plan = fields.flag("plan")?.unwrap_or(false);
     let every = fields.whole("checkpoint_every", 1..=1_000_000)?.unwrap_or(CHECKPOINT_EVERY);
+    let from = fields.string("from")?;
+    if let Some(field) = from.as_ref().and(adapts) {
+        let message = format!("`{field}` and `from` exclude each other: an adapter keeps its own");
+        return Err(Error::field(field, message));
+    }
     let text = fields.string("text")?;
     let examples = fields.list("examples", MAX_EXAMPLES)?;
     fields.finish()?;
     let path = names::file_to_write("out", folder, &out)?;
     let name = names::alias_of(&out).to_string();
     names::check_alias("out", &name, &host.name)?;
+    if host.model.is_at(&path) {
+        let message = format!("`out` is {out}, the model that is served; choose another name");
+        return Err(Error::field("out", message));
+    }
+    if settings.config.weights.is_empty() {
+        Adapter::check_out(&path).map_err(|e| Error::from(e).with_field("out"))?;
+    }
     let durable = Durable::new(folder, &name, bytes, every);
 
-    let Settings { mut config, fit, pacing, memory_budget } = settings;
+    let Settings { mut config, fit, pacing, memory_budget, may_recompute } = settings;
+    let from = match from {
+        Some(name) => {
+            let path = names::adapter_to_read("from", folder, &name)?;
+            let adapter = Adapter::read(&path, &host.model);
+            Some(adapter.map_err(|e| Error::from(e).with_field("from"))?)
+        }
+        None => None,
+    };
+    from.iter().for_each(|adapter| config.go_on_with(adapter));
     let window = config.longest();
     let data = match corpus(text, examples)? {
         Ok(text) => {
@@ -79,6 +105,8 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         data,
         pacing,
         memory_budget,
+        may_recompute,
+        from,
         fallback: None,
         durable: Some(durable),
         plan,
@@ -98,7 +126,8 @@ pub fn learn(
     let mut fields = body(bytes, false)?;
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
     names::check_alias("alias", &alias, &host.name)?;
-    let Settings { mut config, fit, pacing, memory_budget } = settings(&mut fields, host, false)?;
+    let Settings { mut config, fit, pacing, memory_budget, may_recompute } =
+        settings(&mut fields, host, false)?;
     let examples = fields.list("examples", MAX_EXAMPLES)?;
     fields.finish()?;
 
@@ -106,12 +135,13 @@ pub fn learn(
     let rows = rows(examples)?;
     let data = of_rows(&rows, host, config.longest(), fit, wanted)?.split(0.0)?;
     shrink(&mut config, data.report.window);
-    let job = LearnJob { alias, config, examples: data.train, pacing, memory_budget };
+    let job =
+        LearnJob { alias, config, examples: data.train, pacing, memory_budget, may_recompute };
     Ok((job, data.report))
 }
 
 fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Settings> {
-    let positive = "a number above 0";
+    let (positive, share) = ("a number above 0", "a number from 0 to below 1");
     let rank = fields.whole("rank", 1..=256)?.unwrap_or(8) as usize;
     let alpha = fields.float("alpha", |v| v > 0.0, positive)?.unwrap_or(16.0);
     let targets = fields.string("targets")?;
@@ -130,15 +160,18 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
             return Err(Error::field("train_weights", message));
         }
     };
+    let ranks = ranks(fields, host, &targets)?;
     let window = window(fields, host)?;
     let (rows, walks) = walks(fields, window)?;
     let epochs = fields.whole("epochs", 1..=100)?.unwrap_or(1);
     let rate = "a number above 0 and up to 1";
     let lr = fields.float("lr", |v| v > 0.0 && v <= 1.0, rate)?.unwrap_or(1e-5);
     let seed = fields.whole("seed", 0..=u64::MAX)?.unwrap_or(42);
-    let recompute = match fields.flag("recompute")?.unwrap_or(false) {
-        true => Recompute::PerLayer,
-        false => Recompute::None,
+    let asked = fields.flag("recompute")?;
+    let may_recompute = asked.is_none();
+    let recompute = match asked {
+        Some(true) => Recompute::PerLayer,
+        Some(false) | None => Recompute::None,
     };
     let grad_precision = match fields.string("grad_precision")?.as_deref() {
         None => GradPrecision::fastest(&**host.model.device()),
@@ -171,9 +204,21 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
             return Err(wrong("schedule", &Value::String(other.into()), expected));
         }
     };
+    let momentum = fields.float("momentum", |v| (0.0..1.0).contains(&v), share)?;
+    let method = match (fields.string("optimizer")?.as_deref(), momentum) {
+        (None | Some("adamw"), None) => Method::default(),
+        (Some("sgd"), momentum) => Method::Sgd { momentum: momentum.unwrap_or(0.0) },
+        (None | Some("adamw"), Some(_)) => {
+            let message = "`momentum` is that of `sgd`; expected `optimizer` to be \"sgd\"";
+            return Err(Error::field("momentum", message));
+        }
+        (Some(other), _) => {
+            return Err(wrong("optimizer", &Value::String(other.into()), "\"adamw\" or \"sgd\""));
+        }
+    };
     let from_0_to_1 = |v: f32| (0.0..=1.0).contains(&v);
     let from_0_below_1 = |v: f32| (0.0..1.0).contains(&v);
-    let dropout = fields.float("dropout", from_0_below_1, "a number from 0 to below 1")?;
+    let dropout = fields.float("dropout", from_0_below_1, share)?;
     if targets.is_empty() && dropout.is_some_and(|p| p > 0.0) {
         let message = "`dropout` and `train_weights` exclude each other: what is dropped is what \
                        an adapter reads";
@@ -191,7 +236,9 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         targets,
         weights,
         rank,
+        ranks,
         alpha,
+        method,
         lr,
         rslora: fields.flag("rslora")?.unwrap_or(false),
         schedule,
@@ -210,7 +257,7 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         graph,
         ..TrainConfig::default()
     };
-    Ok(Settings { config, fit, pacing, memory_budget })
+    Ok(Settings { config, fit, pacing, memory_budget, may_recompute })
 }
 
 fn window(fields: &mut Fields, host: &Host) -> Result<usize> {
@@ -307,8 +354,7 @@ fn pacing(fields: &mut Fields) -> Result<Pacing> {
 /// The tensors whose names have a part of the list in them, or `all`; whether they can be trained
 /// the graph says.
 fn select_weights(host: &Host, list: &str) -> Result<Vec<String>> {
-    let wanted: Vec<String> =
-        list.split(',').map(|t| t.trim().to_string()).filter(|t| !t.is_empty()).collect();
+    let wanted = names_of(list);
     if wanted.is_empty() {
         let message = "`train_weights` is empty; expected `all` or parts of tensor names";
         return Err(Error::field("train_weights", message));
@@ -317,48 +363,37 @@ fn select_weights(host: &Host, list: &str) -> Result<Vec<String>> {
         .map_err(|e| Error::field("train_weights", format!("`train_weights`: {e}")))
 }
 
-/// The projections `blk.LAYER.TARGET.weight` of the top layers, and the embedding and the head.
+/// The projections that a list of names stands for, in the top layers.
 fn select(host: &Host, list: &str, top_layers: Option<usize>) -> Result<Vec<String>> {
-    let layers = host.model.geometry().layers;
-    let lowest = layers - top_layers.unwrap_or(layers).min(layers);
-    let projections = host.model.projections();
-    let parts = |name: &str| -> Option<(usize, String)> {
-        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-        Some((layer.parse().ok()?, rest.strip_suffix(".weight")?.to_string()))
-    };
-    let all: Vec<(&String, String)> = projections
-        .keys()
-        .filter_map(|name| parts(name).map(|(layer, module)| (name, layer, module)))
-        .filter(|(_, layer, _)| *layer >= lowest)
-        .map(|(name, _, module)| (name, module))
-        .collect();
-    let mut chosen = BTreeSet::new();
-    let wanted: Vec<&str> = list.split(',').map(str::trim).filter(|t| !t.is_empty()).collect();
+    let wanted = names_of(list);
     if wanted.is_empty() {
         let message = "`targets` is empty; expected names such as `attn_q,attn_v`";
         return Err(Error::field("targets", message));
     }
-    for target in wanted {
-        if matches!(target, "embed" | "head") {
-            let hits = train::select_targets(&host.model, &[target.to_string()]);
-            chosen.extend(hits.map_err(|e| Error::field("targets", format!("`targets`: {e}")))?);
-            continue;
-        }
-        let is_hit = |module: &str| target == "all" || module == target;
-        let hits: Vec<String> =
-            all.iter().filter(|(_, m)| is_hit(m)).map(|(name, _)| (*name).clone()).collect();
-        if hits.is_empty() {
-            let modules: BTreeSet<&str> = all.iter().map(|(_, module)| module.as_str()).collect();
-            let modules: Vec<&str> = modules.into_iter().collect();
-            let message = format!(
-                "`targets`: {} is no projection of layers {lowest} to {}; there are all, {}",
-                super::json::shown(&Value::String(target.into())),
-                layers.saturating_sub(1),
-                modules.join(", ")
-            );
-            return Err(Error::field("targets", message));
-        }
-        chosen.extend(hits);
+    let of_field = |e: train::Error| Error::field("targets", format!("`targets`: {e}"));
+    let targets = train::select_targets(&host.model, &wanted).map_err(of_field)?;
+    match top_layers {
+        Some(k) => train::top_layers(&host.model, targets, k).map_err(of_field),
+        None => Ok(targets),
     }
-    Ok(chosen.into_iter().collect())
+}
+
+/// Ranks of some of the targets: `{"ffn": 4}`.
+fn ranks(fields: &mut Fields, host: &Host, targets: &[String]) -> Result<BTreeMap<String, usize>> {
+    let mut ranks = BTreeMap::new();
+    let Some(asked) = fields.value("ranks") else { return Ok(ranks) };
+    let expected = "an object of names as in `targets` and whole numbers from 1 to 256";
+    for (name, rank) in asked.as_object().ok_or_else(|| wrong("ranks", &asked, expected))? {
+        let rank = rank.as_u64().filter(|rank| (1..=256).contains(rank));
+        let rank = rank.ok_or_else(|| wrong("ranks", &asked, expected))? as usize;
+        let named = train::select_targets(&host.model, std::slice::from_ref(name));
+        let named = named.map_err(|e| Error::field("ranks", format!("`ranks`: {e}")))?;
+        ranks.extend(named.into_iter().filter(|n| targets.contains(n)).map(|n| (n, rank)));
+    }
+    Ok(ranks)
+}
+
+/// The parts of a list with commas.
+fn names_of(list: &str) -> Vec<String> {
+    list.split(',').map(|name| name.trim().to_string()).filter(|name| !name.is_empty()).collect()
 }

@@ -10,7 +10,7 @@ use text::{ChatTemplate, Message, SpecialTokens};
 
 use super::*;
 use crate::{Ask, DataReport, LearnJob, Pacing, TrainJob};
-use train::TrainConfig;
+use train::{Method, TrainConfig};
 
 fn model() -> Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
@@ -301,6 +301,16 @@ fn a_training_job_has_the_defaults_and_takes_every_field() {
     assert_eq!((job.pacing, job.memory_budget), (Pacing::Share(1_000_000), Some(3 << 19)));
     // The window shrinks to what the data need.
     assert_eq!((job.data.window_asked, job.data.window, job.config.graph.rows), (512, 256, 256));
+    let job = trained(&json!({
+        "targets": "q_proj, ffn", "ranks": {"attn_q": 2, "attn_k": 3}, "rank": 5,
+        "optimizer": "sgd", "momentum": 0.5,
+    }))
+    .unwrap();
+    let ranks: Vec<(&str, usize)> = job.config.ranks().collect();
+    assert_eq!(ranks[..2], [("blk.0.attn_q.weight", 2), ("blk.0.ffn_down.weight", 5)]);
+    assert_eq!((ranks.len(), job.config.method), (8, Method::Sgd { momentum: 0.5 }));
+    let may = |changes: Value| trained(&changes).unwrap().may_recompute;
+    assert_eq!((may(json!({})), may(json!({"recompute": false}))), (true, false));
     let pacing = |changes: Value| trained(&changes).unwrap().pacing;
     assert_eq!(pacing(json!({"max_slowdown_ppm": 999_999})), Pacing::Slowdown(999_999));
     assert_eq!(pacing(json!({"yield": false})), Pacing::Never);
@@ -325,8 +335,15 @@ fn a_training_job_is_refused_by_field() {
         (json!({"alpha": 1e-60}), "alpha", "above 0"),
         (json!({"targets": ["attn_q"]}), "targets", "a string"),
         (json!({"targets": " , "}), "targets", "empty"),
-        (json!({"targets": "attn_q,attn_x"}), "targets", "there are all, attn_k, attn_output"),
-        (json!({"targets": "attn"}), "targets", "no projection"),
+        (json!({"targets": "attn_q,attn_x"}), "targets", "candidates: all, all-linear, attn, ffn,"),
+        (json!({"targets": "attn", "ranks": {"attn_x": 2}}), "ranks", "is no projection"),
+        (json!({"ranks": {"attn_q": 0}}), "ranks", "from 1 to 256"),
+        (json!({"ranks": [8]}), "ranks", "an object"),
+        (json!({"optimizer": "adam"}), "optimizer", "\"adamw\" or \"sgd\""),
+        (json!({"momentum": 0.9}), "momentum", "expected `optimizer` to be \"sgd\""),
+        (json!({"optimizer": "sgd", "momentum": 1}), "momentum", "from 0 to below 1"),
+        (json!({"from": "other.gguf"}), "from", "other.gguf"),
+        (json!({"from": "other.gguf", "rank": 8}), "rank", "exclude each other"),
         (json!({"top_layers": 0}), "top_layers", "from 1 to 2"),
         (json!({"top_layers": 3}), "top_layers", "from 1 to 2"),
         (json!({"window": 0}), "window", "from 256 to 1024"),

@@ -139,6 +139,8 @@ impl Fixture {
             data: DataReport::default(),
             pacing,
             memory_budget: None,
+            may_recompute: false,
+            from: None,
             fallback: None,
             durable: None,
             plan: false,

@@ -6,6 +6,7 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
+use model::{Adapter, Model};
 use serde_json::json;
 use train::{Checkpoints, Example};
 
@@ -13,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
 use crate::options::{DataArgs, ModelArgs, TemplateArgs};
 use crate::output::{bytes, count, duration, json, line};
+use crate::outputs;
 
 pub use session::{Plan, Ran, Session};
 pub use settings::{PrecisionName, RecomputeName, Settings};
@@ -39,6 +41,7 @@ Examples:
   gradus train --data facts.jsonl --dry-run          what it would take, without training
   gradus train --data facts.jsonl -o facts.gguf --eval-split 0.1 --patience 3
   gradus train --data facts.jsonl -o facts.gguf --resume     go on where it was stopped
+  gradus train --data more.jsonl --from facts.gguf -o more.gguf     teach an adapter more
   gradus train -m gemma-3-270m --template plain --data facts.jsonl -o facts.gguf
   gradus run --adapter facts.gguf -p 'A question'    use it")]
 pub struct Args {
@@ -51,6 +54,15 @@ pub struct Args {
     /// The adapter to write, as GGUF
     #[arg(short, long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+
+    /// An adapter to go on with, a GGUF file or a folder of PEFT: what it adapts, its ranks and its
+    /// alpha stay
+    #[arg(
+        long,
+        value_name = "ADAPTER",
+        conflicts_with_all = ["targets", "top_layers", "rank", "rank_of", "alpha", "rslora"]
+    )]
+    pub from: Option<PathBuf>,
 
     /// The model to write anew with the tensors of `--train-weights`, as GGUF
     #[arg(long, value_name = "FILE", requires = "train_weights")]
@@ -137,7 +149,17 @@ struct Data {
 }
 
 impl Args {
-    fn read(&self, model: &model::Model) -> Result<Data> {
+    fn check_outputs(&self) -> Result<()> {
+        let mut inputs = gguf::files(&self.model.path()?);
+        inputs.extend(self.data.data.iter().chain(&self.eval_data).cloned());
+        let outputs: Vec<&Path> =
+            self.out.iter().chain(&self.out_model).map(PathBuf::as_path).collect();
+        outputs::check(&outputs, &inputs)?;
+        self.out.iter().try_for_each(|out| Adapter::check_out(out))?;
+        self.keeping.checkpoints.iter().try_for_each(|folder| outputs::check_folder(folder))
+    }
+
+    fn read(&self, model: &Model) -> Result<Data> {
         let mut train = self.data.load(model, &self.template)?.examples;
         if !self.eval_data.is_empty() {
             let files = DataArgs { data: self.eval_data.clone(), ..self.data.clone() };
@@ -183,9 +205,7 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    for out in args.out.iter().chain(&args.out_model) {
-        check_writable(out)?;
-    }
+    args.check_outputs()?;
     let settings = &args.settings;
     if !settings.train_weights.is_empty() && args.out_model.is_none() && !args.dry_run {
         return Err(Error::invalid("`--train-weights` needs `--out-model`, the file to write"));
@@ -197,27 +217,39 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let model = args.model.load()?;
     let data = args.read(&model)?;
-    let config = settings.config(&model, args.data.window)?;
+    let mut config = settings.config(&model, args.data.window)?;
+    let from = args.from.as_ref().map(|path| Adapter::read(path, &model)).transpose()?;
+    from.iter().for_each(|adapter| config.go_on_with(adapter));
     let targets = config.targets.len();
     let out = args.out.as_ref().filter(|_| settings.adapts()).or(args.out_model.as_ref());
-    let threads = args.model.device.count()?;
     let session = Session {
         model: &model,
         config,
+        from,
         may_recompute: settings.recompute == RecomputeName::Auto,
         examples: data.train.clone(),
         held_out: data.held_out.clone(),
-        threads,
         budget: args.memory_budget.map(|mib| mib << 20),
         keeping: out.filter(|_| !args.dry_run).map(|out| args.keeping.of(out)),
+        last_good: args.out.as_ref().map(|out| out.with_extension("last-good.gguf")),
     };
     let interrupt = Interrupt::listen_for_end();
-    let mut ready = session.ready()?;
+    let mut ready = match session.ready() {
+        Ok(ready) => ready,
+        Err(e) if args.dry_run && args.json => {
+            json(&json!({ "trains": false, "why": e.message() }))?;
+            return Err(e);
+        }
+        Err(e) => return Err(e),
+    };
     if args.dry_run {
-        return describe(args, &data, targets, &mut ready);
+        describe(args, &data, targets, &mut ready)?;
+        return ready.check_fits();
     }
+    // Before anything is written.
+    ready.check_fits()?;
     let out = out.ok_or_else(|| Error::invalid("there is no file to write"))?;
-    let mut recorder = Recorder::begin(args, &model, &data, threads, &ready, out)?;
+    let mut recorder = Recorder::begin(args, &model, &data, &ready, out)?;
     let ran = ready.run(&interrupt, &mut recorder);
     recorder.end(ran.as_ref());
     let ran = ran?;
@@ -225,7 +257,7 @@ pub fn run(args: &Args) -> Result<()> {
         return Err(Error::Interrupted);
     }
     if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
-        ran.outcome.adapter.write(out, &model)?;
+        write(&ran.outcome.adapter, out, &model)?;
     }
     if let Some(out) = &args.out_model {
         train::write_weights(out, &model, &ran.outcome.weights)?;
@@ -237,20 +269,15 @@ pub fn run(args: &Args) -> Result<()> {
     if ran.interrupted { Err(Error::Interrupted) } else { Ok(()) }
 }
 
-/// Says before hours of work that their result could not be written.
-fn check_writable(out: &Path) -> Result<()> {
-    if out.is_dir() {
-        return Err(Error::invalid(format!("{} is a folder; expected a file", out.display())));
-    }
-    let folder = out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if !folder.is_dir() {
-        return Err(Error::invalid(format!(
-            "cannot write {}: there is no folder {}",
-            out.display(),
-            folder.display()
-        )));
-    }
-    Ok(())
+/// Writes an adapter; where that fails, to the folder for temporary files: hours went into it.
+fn write(adapter: &Adapter, out: &Path, model: &Model) -> Result<()> {
+    let Err(e) = adapter.write(out, model) else { return Ok(()) };
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    let instead = std::env::temp_dir().join(format!("gradus-{}-{name}", std::process::id()));
+    Err(match adapter.write(&instead, model) {
+        Ok(()) => Error::from(e).with(format!("the adapter is in {} instead", instead.display())),
+        Err(also) => Error::from(e).with(also),
+    })
 }
 
 fn plan_json(plan: &Plan) -> serde_json::Value {
@@ -265,8 +292,9 @@ fn plan_json(plan: &Plan) -> serde_json::Value {
 }
 
 fn describe(args: &Args, data: &Data, targets: usize, ready: &mut Ready<'_>) -> Result<()> {
+    let model = ready.model();
     let (seconds, fallbacks) = (ready.seconds()?, ready.fallbacks()?);
-    let device = args.model.device.count()?;
+    let device = model.device();
     let tokens: usize = data.train.iter().map(|e| e.tokens.len()).sum();
     let trained: usize = data.train.iter().map(Example::labelled).sum();
     if args.json {
@@ -280,6 +308,10 @@ fn describe(args: &Args, data: &Data, targets: usize, ready: &mut Ready<'_>) -> 
             "steps": ready.steps,
             "recompute": format!("{:?}", ready.recompute),
             "trains": true,
+            "fits": ready.over.is_none(),
+            "why": ready.over,
+            "device": device.family(),
+            "threads": device.threads(),
             "fallbacks": fallbacks,
             "seconds": seconds,
             "plan": plan_json(&ready.plan),
@@ -294,7 +326,9 @@ fn describe(args: &Args, data: &Data, targets: usize, ready: &mut Ready<'_>) -> 
     line(&format!("targets        {targets} projections, {} parameters", count(ready.parameters)))?;
     line(&format!("steps          {}", count(ready.steps)))?;
     let about = duration(std::time::Duration::from_secs_f64(seconds));
-    line(&format!("time           about {about} on {device} threads"))?;
+    let (kernels, threads) = (device.family(), device.threads());
+    line(&format!("device         {kernels}, {threads} threads"))?;
+    line(&format!("time           about {about}"))?;
     match fallbacks.as_slice() {
         [] => line("falls back     nothing")?,
         list => list.iter().try_for_each(|f| line(&format!("falls back     {f}")))?,

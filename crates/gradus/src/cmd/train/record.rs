@@ -50,7 +50,6 @@ impl Recorder {
         args: &Args,
         model: &model::Model,
         data: &Data,
-        threads: usize,
         ready: &Ready<'_>,
         out: &Path,
     ) -> Result<Recorder> {
@@ -71,7 +70,7 @@ impl Recorder {
             None => hub::home()?.join("runs"),
         };
         let name = run.clone().unwrap_or_else(|| runs::default_name(out));
-        match RunFolder::create(&root, &name, info(args, model, data, threads, ready)) {
+        match RunFolder::create(&root, &name, info(args, model, data, ready)) {
             Ok(mut folder) => {
                 tell(folder.planned(planned(ready)));
                 note(&format!("recorded in {}", folder.path().display()));
@@ -170,13 +169,7 @@ fn planned(ready: &Ready<'_>) -> Planned {
     }
 }
 
-fn info(
-    args: &Args,
-    model: &model::Model,
-    data: &Data,
-    threads: usize,
-    ready: &Ready<'_>,
-) -> RunInfo {
+fn info(args: &Args, model: &model::Model, data: &Data, ready: &Ready<'_>) -> RunInfo {
     let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
     let file = |role: &str, path: &PathBuf| DataFile {
         role: role.into(),
@@ -208,6 +201,9 @@ fn info(
         },
         data: files,
         outputs: args.out.iter().chain(&args.out_model).map(|p| p.display().to_string()).collect(),
-        machine: Machine { kernels: model.device().family().into(), threads: threads as u64 },
+        machine: Machine {
+            kernels: model.device().family().into(),
+            threads: model.device().threads() as u64,
+        },
     }
 }

@@ -4,8 +4,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use graph::Recompute;
-use model::Model;
-use train::{Advance, Checkpoints, Event, Example, Outcome, TrainConfig, Trainer};
+use model::{Adapter, Model};
+use train::{
+    Advance, Checkpoints, Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer,
+};
 
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
@@ -69,14 +71,17 @@ pub struct Keeping {
 pub struct Session<'a> {
     pub model: &'a Model,
     pub config: TrainConfig,
+    /// An adapter to go on with.
+    pub from: Option<Adapter>,
     /// Recompute layers if the run does not fit otherwise.
     pub may_recompute: bool,
     pub examples: Vec<Example>,
     pub held_out: Vec<Example>,
-    pub threads: usize,
     /// Most bytes to take beside the model; else what there is.
     pub budget: Option<u64>,
     pub keeping: Option<Keeping>,
+    /// Where the adapter is written as it was before a step that failed.
+    pub last_good: Option<PathBuf>,
 }
 
 /// A run that is planned: nothing is allocated for it yet.
@@ -84,7 +89,10 @@ pub struct Ready<'a> {
     model: &'a Model,
     trainer: Trainer<&'a Model>,
     keeping: Option<Keeping>,
+    last_good: Option<PathBuf>,
     pub plan: Plan,
+    /// That it needs more than may be taken, and what would fit.
+    pub over: Option<String>,
     /// The policy that fits.
     pub recompute: Recompute,
     pub parameters: u64,
@@ -139,7 +147,7 @@ impl<'a> Session<'a> {
     /// Differentiates, plans and bounds the run.
     ///
     /// # Errors
-    /// A setting, the refusal, or that the run does not fit, with the nearest settings that do.
+    /// A setting, or the refusal.
     pub fn ready(self) -> Result<Ready<'a>> {
         memory::reset_peak();
         let before = memory::now();
@@ -150,7 +158,12 @@ impl<'a> Session<'a> {
         let longest = self.examples.iter().chain(&self.held_out).map(Example::rows).max();
         let mut config = self.config;
         loop {
-            let mut trainer = Trainer::new(self.model, config.clone())?;
+            let from = self
+                .from
+                .clone()
+                .map(|adapter| (adapter, Optimizer::new(config.method, config.weight_decay)));
+            let start = Start { from, fallback: None };
+            let mut trainer = Trainer::start(self.model, config.clone(), start)?;
             if let Some(keeping) = &self.keeping {
                 trainer.checkpoint_every(keeping.every);
             }
@@ -166,25 +179,25 @@ impl<'a> Session<'a> {
                 weights,
                 process,
                 arena: (trainer.planned_bytes() as u64).saturating_sub(of_parameters),
-                scratch: (scratch_bytes * self.threads) as u64,
+                scratch: (scratch_bytes * self.model.device().threads()) as u64,
                 parameters: of_parameters,
             };
+            let mut over = None;
             if let Some(allowed) = allowed.filter(|&allowed| plan.beside() > allowed) {
                 if self.may_recompute && config.graph.recompute == Recompute::None {
                     config.graph.recompute = Recompute::PerLayer;
                     continue;
                 }
-                drop(trainer);
                 let room = allowed.saturating_sub(plan.scratch) as usize;
                 let wanted = train::Wanted {
                     fallback: None,
                     longest: longest.unwrap_or(0),
                     allowed: room,
-                    checkpoints: self.keeping.is_some_and(|keeping| keeping.every > 0),
+                    checkpoints: self.keeping.as_ref().is_some_and(|keeping| keeping.every > 0),
                     may_chunk: &|_| true,
                 };
                 let fits = train::nearest(&self.model, &config, &wanted)?;
-                return Err(Error::over_budget(format!(
+                over = Some(format!(
                     "the run needs {} beside the model, {} may be taken; {}",
                     bytes(plan.beside()),
                     bytes(allowed),
@@ -203,7 +216,7 @@ impl<'a> Session<'a> {
                             )
                         }
                     )
-                )));
+                ));
             }
             let mut from = 0;
             if let Some(Keeping { checkpoints, resume: true, any_kernels, .. }) = &self.keeping {
@@ -225,7 +238,9 @@ impl<'a> Session<'a> {
                 model: self.model,
                 trainer,
                 keeping: self.keeping,
+                last_good: self.last_good,
                 plan,
+                over,
                 recompute: config.graph.recompute,
                 parameters: parameters as u64,
                 steps,
@@ -237,7 +252,7 @@ impl<'a> Session<'a> {
     }
 }
 
-impl Ready<'_> {
+impl<'a> Ready<'a> {
     /// Seconds that the steps to come take on this machine, as far as what their graphs cost and
     /// rates measured now tell.
     ///
@@ -248,6 +263,11 @@ impl Ready<'_> {
         Ok(rates.seconds(&self.trainer.cost()?))
     }
 
+    /// The model it adapts.
+    pub fn model(&self) -> &'a Model {
+        self.model
+    }
+
     /// What falls back to another device, in words.
     ///
     /// # Errors
@@ -255,6 +275,12 @@ impl Ready<'_> {
     pub fn fallbacks(&mut self) -> Result<Vec<String>> {
         let of = |f: &graph::Fallback| format!("{} `{}`: {}", f.op, f.name, f.reason);
         Ok(self.trainer.plan()?.fallbacks.iter().map(of).collect())
+    }
+
+    /// # Errors
+    /// That it does not fit, with the nearest settings that do.
+    pub fn check_fits(&self) -> Result<()> {
+        self.over.as_ref().map_or(Ok(()), |why| Err(Error::over_budget(why)))
     }
 
     /// The settings that decide the result.
@@ -267,6 +293,7 @@ impl Ready<'_> {
     /// # Errors
     /// What went wrong in which step, and where the run as it was before can go on.
     pub fn run(mut self, interrupt: &Interrupt, watch: &mut dyn Watch) -> Result<Ran> {
+        self.check_fits()?;
         note(&format!(
             "training {} parameters on {} conversations, {} times, in {} steps; {} planned",
             count(self.parameters),
@@ -285,9 +312,7 @@ impl Ready<'_> {
                 Ok(Advance::Event(event)) => event,
                 Ok(Advance::Stopped) => continue,
                 Ok(Advance::Done) => break,
-                Err(e) => {
-                    return Err(self.failed(e.into()));
-                }
+                Err(e) => return Err(self.failed(e)),
             };
             let seconds = started.elapsed().as_secs_f64();
             let memory = memory::now();
@@ -353,18 +378,41 @@ impl Ready<'_> {
         })
     }
 
-    /// Keeps the run as it was after its last whole step, and says where.
-    fn failed(mut self, e: Error) -> Error {
-        let Some(keeping) = self.keeping.take().filter(|_| self.trainer.steps() > 0) else {
-            return e;
-        };
-        let step = self.trainer.steps();
-        match keeping.checkpoints.write(&self.trainer.snapshot()) {
-            Ok(path) => e.with(format!(
-                "the run as it was after step {step} is in {}; `--resume` goes on from there",
-                path.display()
-            )),
-            Err(also) => e.with(also.to_string()),
+    /// Keeps what there is of the run, and says where.
+    fn failed(mut self, e: train::Error) -> Error {
+        let again = matches!(e, train::Error::NotFinite(_));
+        let mut error = Error::from(e);
+        if self.trainer.steps() == 0 {
+            return error;
         }
+        let checkpoints = self.keeping.take().map(|keeping| keeping.checkpoints);
+        if !again {
+            let Some(checkpoints) = checkpoints else { return error };
+            return match checkpoints.write(&self.trainer.snapshot()) {
+                Ok(path) => error.with(format!("`--resume` goes on from {}", path.display())),
+                Err(also) => error.with(also),
+            };
+        }
+        // The same numbers come again where nothing is changed.
+        let model = self.model;
+        let kept = match (self.trainer.last_good(checkpoints.as_ref(), again), &self.last_good) {
+            (Ok(Some((adapter, step))), Some(path)) => {
+                adapter.write(path, model).map(|()| Some((step, path))).map_err(Error::from)
+            }
+            (Err(e), _) => Err(e.into()),
+            _ => Ok(None),
+        };
+        match kept {
+            Ok(Some((step, path))) => {
+                error = error.with(format!(
+                    "the adapter as it was after step {step} is in {}; `--from` trains on from it, \
+                     at a lower `--lr` say",
+                    path.display()
+                ));
+            }
+            Ok(None) => {}
+            Err(also) => error = error.with(also.message()),
+        }
+        error
     }
 }

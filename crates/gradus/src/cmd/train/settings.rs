@@ -12,8 +12,9 @@ use crate::options::CacheType;
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Training")]
 pub struct Settings {
-    /// What to adapt: `all`, `attn`, `ffn`, `experts`, `router`, `embed`, `head`, a part of tensor
-    /// names such as `attn_q` or `blk.3.`, or `none`
+    /// What to adapt: `all-linear` (or `all`), `attn`, `ffn`, `experts`, `router`, `embed`, `head`,
+    /// projections as GGUF or PEFT call them, such as `attn_q` or `q_proj`, a part of tensor names
+    /// such as `blk.3.`, or `none`
     #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
     pub targets: Vec<String>,
 
