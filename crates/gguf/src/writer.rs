@@ -129,7 +129,8 @@ impl Writer {
         self.out.as_mut().map_or(Ok(()), sync).map_err(|e| self.io("write", e))?;
         fs::rename(&self.temporary, &self.path).map_err(|e| self.io("rename to it", e))?;
         self.out = None;
-        sync_folder(&self.path).map_err(|e| self.io("sync the folder of", e))
+        files::sync_folder(files::folder_of(&self.path))
+            .map_err(|e| self.io("sync the folder of", e))
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<(), Error> {
@@ -153,18 +154,6 @@ impl Drop for Writer {
             let _ = fs::remove_file(&self.temporary);
         }
     }
-}
-
-/// Makes a rename in the folder of `path` durable.
-#[cfg(unix)]
-fn sync_folder(path: &Path) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
-}
-
-#[cfg(not(unix))]
-fn sync_folder(_path: &Path) -> io::Result<()> {
-    Ok(())
 }
 
 fn check_len(info: &TensorInfo, bytes: &[u8]) -> Result<(), ErrorKind> {

@@ -17,7 +17,7 @@ use ureq::http::{HeaderMap, Response, Uri};
 
 use crate::error::{Context, Error};
 use crate::index::{Failure, Tries, agent, failure, is_allowed, join, receive, shown, size};
-use crate::pull::{Progress, Report, lock, remove, sha256, sync_folder};
+use crate::pull::{Progress, Report, lock, remove, sha256};
 
 /// Where the hub is, unless `HF_ENDPOINT` says otherwise.
 const ENDPOINT: &str = "https://huggingface.co";
@@ -413,7 +413,7 @@ impl Hub {
         let written = OpenOptions::new().append(true).open(&partial);
         written.and_then(|file| file.sync_all()).during("write", &partial)?;
         fs::rename(&partial, &target).during("rename to", &target)?;
-        sync_folder(parent)
+        files::sync_folder(parent).during("write", parent)
     }
 
     /// Brings the file at `path` to its size, from whatever it has.

@@ -5,12 +5,13 @@
 //! in the folder `.NAME.pull`. The file appears under its own name only when its SHA-256 is
 //! right and its bytes are on the disk.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use files::Lock;
 use sha2::{Digest, Sha256};
 
 use crate::catalogue::{Entry, Part};
@@ -118,7 +119,7 @@ pub(crate) fn pull_entry(
         return Err(Error::Hash { path: partial, found, expected: entry.sha256.to_owned() });
     }
     fs::rename(&partial, &target).during("rename to", &target)?;
-    sync_folder(&models)?;
+    files::sync_folder(&models).during("write", &models)?;
     fs::remove_dir_all(&work).during("remove", &work)?;
     Ok(target)
 }
@@ -191,35 +192,14 @@ fn is_intact(
     }
 }
 
-/// A lock, until it is dropped. To close the file would not end it while a process that was being
-/// started at that moment still has a copy of it. The file itself stays: deleting it would let
-/// two processes lock two files of one name.
-pub(crate) struct Lock(File);
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // Closing the file is all that is left to try.
-        let _ = self.0.unlock();
-    }
-}
-
 /// Takes the lock of that file, and waits while another process has it.
 pub(crate) fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Lock, Error> {
-    let file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(path)
-        .during("write", path)?;
     loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(Lock(file)),
-            Err(TryLockError::WouldBlock) => {
-                progress(Progress::Waiting);
-                thread::sleep(Duration::from_millis(200));
-            }
-            Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
+        if let Some(lock) = Lock::take(path).during("lock", path)? {
+            return Ok(lock);
         }
+        progress(Progress::Waiting);
+        thread::sleep(Duration::from_millis(200));
     }
 }
 
@@ -256,12 +236,4 @@ pub(crate) fn remove(path: &Path) -> Result<(), Error> {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, error)),
         _ => Ok(()),
     }
-}
-
-/// Makes a rename in `folder` durable, where the system lets a folder be opened.
-pub(crate) fn sync_folder(folder: &Path) -> Result<(), Error> {
-    if cfg!(unix) {
-        File::open(folder).and_then(|file| file.sync_all()).during("write", folder)?;
-    }
-    Ok(())
 }

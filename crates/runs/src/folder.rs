@@ -1,15 +1,16 @@
 //! The folder of a run that is going on.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use files::Lock;
+
 use crate::chart::{Series, loss_chart};
 use crate::error::{Context, Error, Result};
 use crate::events::{self, EventFile};
-use crate::file;
 use crate::history::History;
 use crate::metrics::{self, Evaluation, Line, Step};
 use crate::page;
@@ -83,44 +84,22 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The lock of a run folder, until it is dropped. To close the file would not end it while a
-/// process that was being started at that moment still has a copy of it.
-struct Lock(File);
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // A file system without locks refuses this too.
-        let _ = self.0.unlock();
-    }
-}
-
 /// Takes the lock of a run folder. A look at it ([`is_running`]) holds it for a moment, which is
 /// waited for.
 fn lock(folder: &Path) -> Result<Lock> {
     let path = folder.join(LOCK);
-    let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
-    let file = file.during("open", &path)?;
     for _ in 0..20 {
-        match file.try_lock() {
-            Ok(()) => return Ok(Lock(file)),
-            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(20)),
-            // A file system without locks: nobody will know that the run goes on.
-            Err(TryLockError::Error(_)) => return Ok(Lock(file)),
+        if let Some(lock) = Lock::take(&path).during("open", &path)? {
+            return Ok(lock);
         }
+        thread::sleep(Duration::from_millis(20));
     }
     Err(Error::Running { path: folder.to_path_buf() })
 }
 
 /// True while a process has the folder as a [`RunFolder`].
 pub(crate) fn is_running(folder: &Path) -> bool {
-    let Ok(file) = File::open(folder.join(LOCK)) else { return false };
-    match file.try_lock_shared() {
-        Ok(()) => {
-            drop(Lock(file));
-            false
-        }
-        Err(e) => matches!(e, TryLockError::WouldBlock),
-    }
+    Lock::is_taken(&folder.join(LOCK))
 }
 
 impl RunFolder {
@@ -289,8 +268,12 @@ impl RunFolder {
         let chart = loss_chart(&[Series { name: &name, history: &self.history }]);
         let again = (self.record.end.state == State::Running).then_some(self.refresh);
         let report = page::report(&self.path, &self.record, &self.history, again);
-        let chart = file::write(&self.path.join(CHART), chart.as_bytes());
-        let report = report.and_then(|html| file::write(&self.path.join(REPORT), html.as_bytes()));
+        let write = |name: &str, text: &str| -> Result<()> {
+            let path = self.path.join(name);
+            files::write(&path, text.as_bytes()).during("write", &path)
+        };
+        let chart = write(CHART, &chart);
+        let report = report.and_then(|html| write(REPORT, &html));
         self.refresh = (begun.elapsed() * PART).max(REFRESH);
         self.refreshed = Instant::now();
         chart.and(report)
@@ -340,19 +323,5 @@ mod tests {
         assert!(unrecorded.starts_with("recording ended at step 2: "), "{unrecorded}");
         assert_eq!(record.end.state, State::Done);
         fs::remove_dir_all(&root).unwrap();
-    }
-
-    #[test]
-    fn a_lock_ends_while_a_copy_of_its_file_lives() {
-        let folder = std::env::temp_dir().join(format!("gradus-run-lock-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let held = lock(&folder).unwrap();
-        // As a process has that is being started.
-        let copy = held.0.try_clone().unwrap();
-        assert!(is_running(&folder));
-        drop(held);
-        assert!(!is_running(&folder));
-        drop(copy);
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

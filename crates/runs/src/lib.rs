@@ -67,7 +67,6 @@ mod compare;
 mod curve;
 mod error;
 mod events;
-mod file;
 mod folder;
 mod history;
 mod list;

@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Context, Error, Result};
-use crate::file;
 
 /// Name of the file in a run folder.
 pub(crate) const FILE: &str = "run.json";
@@ -245,7 +244,7 @@ impl Record {
         let mut bytes = serde_json::to_vec_pretty(&versioned)
             .map_err(|e| Error::damaged(&path, e.to_string()))?;
         bytes.push(b'\n');
-        file::write(&path, &bytes)
+        files::write(&path, &bytes).during("write", &path)
     }
 }
 

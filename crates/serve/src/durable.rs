@@ -58,10 +58,7 @@ impl Durable {
         let path = self.folder.join(REQUEST);
         let write = || -> std::io::Result<()> {
             std::fs::create_dir_all(&self.folder)?;
-            let partial = path.with_extension("part");
-            std::fs::write(&partial, &self.request)?;
-            std::fs::File::open(&partial)?.sync_all()?;
-            std::fs::rename(&partial, &path)
+            files::write(&path, &self.request)
         };
         write().map_err(|e| failed(&path, &e))
     }

@@ -14,7 +14,7 @@ use crate::moved::Moved;
 use crate::{Error, Example, Result};
 
 /// The version of the files written here.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// The metadata key of everything that is no tensor.
 const KEY: &str = "gradus.checkpoint";
@@ -39,6 +39,8 @@ pub(crate) struct Cursor {
     pub(crate) last_loss: f64,
     /// Step, loss, evaluations since.
     pub(crate) best: Option<(u64, f64, u64)>,
+    /// An evaluation of the last step is due, which is not the one after an epoch.
+    pub(crate) due: bool,
     pub(crate) moved: Moved,
 }
 
@@ -69,13 +71,16 @@ impl Tensors {
     }
 }
 
-/// A hash of examples, to tell other data by: FNV-1a (Fowler, Noll & Vo).
-pub(crate) fn digest<'a>(examples: impl Iterator<Item = &'a Example>) -> u64 {
+/// A hash of examples, of those that are held out apart, to tell other data by: FNV-1a (Fowler, Noll & Vo).
+pub(crate) fn digest(parts: [&[Example]; 2]) -> u64 {
     let mut hash = model::Fnv::default();
-    for example in examples {
-        hash.add(&(example.tokens.len() as u64).to_le_bytes());
-        hash.add(bytemuck::cast_slice(&example.tokens));
-        hash.add(bytemuck::cast_slice(&example.weights));
+    for examples in parts {
+        hash.add(&(examples.len() as u64).to_le_bytes());
+        for example in examples {
+            hash.add(&(example.tokens.len() as u64).to_le_bytes());
+            hash.add(bytemuck::cast_slice(&example.tokens));
+            hash.add(bytemuck::cast_slice(&example.weights));
+        }
     }
     hash.finish()
 }
@@ -149,7 +154,8 @@ impl Snapshot {
 
     fn header(&self) -> Value {
         let Identity { settings, data, model, family } = &self.identity;
-        let Cursor { steps, first_step, next, epoch_loss, last_loss, best, moved } = &self.cursor;
+        let Cursor { steps, first_step, next, epoch_loss, last_loss, best, due, moved } =
+            &self.cursor;
         // Floats by their bits: a decimal need not come back the same.
         let bits = |v: f64| v.to_bits();
         json!({
@@ -164,6 +170,7 @@ impl Snapshot {
             "epoch_loss": [bits(epoch_loss.0), bits(epoch_loss.1)],
             "last_loss": bits(*last_loss),
             "best": best.map(|(step, loss, since)| [step, bits(loss), since]),
+            "due": due,
             "moved": moved.0,
         })
     }
@@ -201,6 +208,7 @@ impl Snapshot {
             epoch_loss: (float(&sums, 0), float(&sums, 1)),
             last_loss: f64::from_bits(number("last_loss")?),
             best: best.map(|b| (at(&b, 0), float(&b, 1), at(&b, 2))),
+            due: header.get("due")?.as_bool()?,
             moved: Moved(moved?),
         };
         Some((identity, cursor))
@@ -221,19 +229,12 @@ impl Snapshot {
             views.push((name.as_str(), view.map_err(|e| failed(&e))?));
         }
         let header = HashMap::from([(KEY.to_string(), self.header().to_string())]);
-        let partial = path.with_extension(format!("{}.part", std::process::id()));
-        let write = || -> std::result::Result<(), String> {
-            let text = |e: std::io::Error| e.to_string();
-            safetensors::serialize_to_file(views, Some(header), &partial)
-                .map_err(|e| e.to_string())?;
-            File::open(&partial).and_then(|f| f.sync_all()).map_err(text)?;
-            std::fs::rename(&partial, path).map_err(text)?;
-            sync_folder(path).map_err(text)
-        };
-        write().map_err(|e| {
-            let _ = std::fs::remove_file(&partial);
-            failed(&e)
+        files::write_with(path, |partial| {
+            safetensors::serialize_to_file(views, Some(header), partial)
+                .map_err(std::io::Error::other)?;
+            File::open(partial)?.sync_all()
         })
+        .map_err(|e| failed(&e))
     }
 
     /// Reads one.
@@ -267,14 +268,6 @@ impl Snapshot {
             tensors.insert(name, values.collect());
         }
         Ok(Snapshot { identity, cursor, tensors })
-    }
-}
-
-/// Makes a rename last through a loss of power.
-fn sync_folder(path: &Path) -> std::io::Result<()> {
-    match path.parent().filter(|p| !p.as_os_str().is_empty()) {
-        Some(folder) => File::open(folder)?.sync_all(),
-        None => File::open(".")?.sync_all(),
     }
 }
 
@@ -317,7 +310,7 @@ impl Checkpoints {
         for path in entries.map(|e| e.path()) {
             let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
             // `.tmp` begins the names of the crate that writes the tensors.
-            if name.starts_with(".tmp") || name.starts_with("step-") && name.ends_with(".part") {
+            if name.starts_with(".tmp") || name.starts_with(".step-") && name.ends_with(".tmp") {
                 let _ = std::fs::remove_file(path);
             }
         }

@@ -10,6 +10,7 @@
 
 mod checkpoint;
 mod config;
+mod epochs;
 mod error;
 mod estimate;
 mod fit;

@@ -8,6 +8,7 @@ use graph::{Device, Stop};
 use model::{Adapter, Model};
 
 use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
+use crate::epochs::Epochs;
 use crate::held_out::HeldOut;
 use crate::moved::Moved;
 use crate::step::{Step, Stepped, total_weight};
@@ -149,12 +150,11 @@ pub struct Trainer<M> {
     optimizer: Optimizer,
     moved: Moved,
     config: TrainConfig,
-    examples: Vec<Example>,
+    examples: Arc<[Example]>,
     held_out: Vec<Window>,
     /// Of all examples, those held out included.
     data: u64,
-    /// Per epoch, per window, indices of examples.
-    epochs: Vec<Vec<Vec<usize>>>,
+    epochs: Epochs,
     steps: u64,
     first_step: u64,
     /// Epoch and window that come next.
@@ -234,10 +234,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             optimizer,
             moved,
             config,
-            examples: Vec::new(),
+            examples: Arc::new([]),
             held_out: Vec::new(),
             data: 0,
-            epochs: Vec::new(),
+            epochs: Epochs::new(0, 0),
             steps: 0,
             next: (0, 0),
             epoch_loss: (0.0, 0.0),
@@ -263,7 +263,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let mut known: BTreeMap<(usize, usize), graph::Cost> = BTreeMap::new();
         let mut cost = graph::Cost::default();
         let (first, next) = self.next;
-        for (e, windows) in self.epochs.iter().enumerate().skip(first) {
+        for e in first..self.epochs.counts().len() {
+            let Trainer { epochs, gradients, examples, .. } = self;
+            let windows = epochs.windows(e, &|order| gradients.pack(examples, order))?.to_vec();
             for chosen in windows.iter().skip(if e == first { next } else { 0 }) {
                 let window = Window::of(&self.examples, chosen);
                 let labelled = window.examples.iter().map(Example::labelled).sum::<usize>();
@@ -302,12 +304,26 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     ///
     /// # Errors
     /// An example that does not fit a window; the refusal.
-    pub fn load(&mut self, examples: Vec<Example>, held_out: Vec<Example>) -> Result<Event> {
+    pub fn load(
+        &mut self,
+        examples: impl Into<Arc<[Example]>>,
+        held_out: impl Into<Arc<[Example]>>,
+    ) -> Result<Event> {
+        let (examples, held_out) = (examples.into(), held_out.into());
         if examples.is_empty() {
             return Err(Error::Data("there are no examples to learn from".into()));
         }
         let vocab = self.gradients.vocab();
-        for (i, example) in examples.iter().chain(&held_out).enumerate() {
+        let context = self.gradients.model().geometry().context;
+        for (i, example) in examples.iter().chain(&*held_out).enumerate() {
+            if example.rows() > context {
+                return Err(Error::Data(format!(
+                    "example {} has {} tokens, the context of the model {context}; use a smaller \
+                     window",
+                    i + 1,
+                    example.tokens.len()
+                )));
+            }
             if let Some(bad) = example.tokens.iter().find(|&&t| t as usize >= vocab) {
                 let message = format!(
                     "example {}: token {bad} is outside of the vocabulary of {vocab}",
@@ -316,18 +332,6 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 return Err(Error::Data(message));
             }
         }
-        let mut random = text::sampler::Rng::new(self.config.seed ^ 0x6f72_6465_7200);
-        let mut order: Vec<usize> = (0..examples.len()).collect();
-        // Every epoch packs its own order, so the number of steps is known by doing it.
-        self.epochs.clear();
-        for _ in 0..self.config.epochs {
-            for i in (1..order.len()).rev() {
-                order.swap(i, (random.next_f64() * (i + 1) as f64) as usize);
-            }
-            self.epochs.push(self.gradients.pack(&examples, &order)?);
-        }
-        let accumulate = self.config.accumulate;
-        self.steps = self.epochs.iter().map(|e| e.len().div_ceil(accumulate) as u64).sum();
         let all: Vec<usize> = (0..held_out.len()).collect();
         let packed = self.gradients.pack(&held_out, &all)?;
         self.held_out = packed.iter().map(|w| Window::of(&held_out, w)).collect();
@@ -335,16 +339,29 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             self.gradients.prepare(window, true, &self.parameters)?;
         }
         let (mut arena_bytes, mut scratch_bytes) = (0, 0);
-        for window in self.epochs.iter().flatten() {
-            let window = Window::of(&examples, window);
-            let (arena, scratch) = self.gradients.prepare(&window, false, &self.parameters)?;
-            (arena_bytes, scratch_bytes) = (arena_bytes.max(arena), scratch_bytes.max(scratch));
+        let mut epochs = Epochs::new(self.config.seed, examples.len());
+        for _ in 0..self.config.epochs {
+            let pack = |order: &[usize]| self.gradients.pack(&examples, order);
+            let windows = epochs.add(&pack)?;
+            for window in windows.iter().map(|w| Window::of(&examples, w)) {
+                let (arena, scratch) = self.gradients.prepare(&window, false, &self.parameters)?;
+                (arena_bytes, scratch_bytes) = (arena_bytes.max(arena), scratch_bytes.max(scratch));
+            }
         }
-        if self.config.patience.is_some() && held_out.is_empty() {
-            let why = "`patience` is set, but nothing is held out to evaluate";
-            return Err(Error::Setting(why.into()));
+        let accumulate = self.config.accumulate;
+        self.steps = epochs.counts().iter().map(|n| n.div_ceil(accumulate) as u64).sum();
+        self.epochs = epochs;
+        let TrainConfig { patience, keep_best, eval_every, .. } = &self.config;
+        let needed = [
+            ("patience", patience.is_some()),
+            ("keep_best", *keep_best),
+            ("eval_every", *eval_every > 0),
+        ];
+        if let Some((name, _)) = needed.iter().find(|(_, set)| *set && held_out.is_empty()) {
+            let message = format!("`{name}` is set, but nothing is held out to evaluate");
+            return Err(Error::Setting(message));
         }
-        self.data = digest(examples.iter().chain(&held_out));
+        self.data = digest([&*examples, &*held_out]);
         self.examples = examples;
         self.next = (0, 0);
         self.work = match self.measure_first {
@@ -413,6 +430,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             epoch_loss: self.epoch_loss,
             last_loss: self.last_loss,
             best: self.best.as_ref().map(|b| (b.step, b.loss, b.since)),
+            due: matches!(&self.work, Work::HeldOut(held_out) if !held_out.whole_epoch),
             moved: self.moved.clone(),
         }
     }
@@ -467,7 +485,12 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let best = |(step, loss, since)| Best { step, loss, since, values: best_values };
         self.best = cursor.best.map(best);
         self.moved = cursor.moved;
-        self.work = Work::Next;
+        let since = self.best.as_ref().map_or(0, |best| best.since);
+        self.work = match self.config.patience {
+            Some(patience) if since >= patience => Work::EarlyStop,
+            _ if cursor.due => Work::HeldOut(Box::new(HeldOut::new(false))),
+            _ => Work::Next,
+        };
         Ok(())
     }
 
@@ -492,7 +515,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         loop {
             match &mut self.work {
                 Work::Done => return Ok(Advance::Done),
-                Work::Next => self.work = self.following(),
+                Work::Next => self.work = self.following()?,
                 Work::Step(step) => {
                     let Trainer { gradients, parameters, optimizer, moved, .. } = self;
                     let Some(stepped) =
@@ -538,17 +561,21 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 
     /// The work that comes next.
-    fn following(&mut self) -> Work {
+    fn following(&mut self) -> Result<Work> {
         let (epoch, window) = self.next;
-        let Some(windows) = self.epochs.get(epoch) else { return Work::Done };
+        if epoch >= self.epochs.counts().len() {
+            return Ok(Work::Done);
+        }
+        let Trainer { epochs, gradients, examples, .. } = self;
+        let windows = epochs.windows(epoch, &|order| gradients.pack(examples, order))?;
         let rest = windows.get(window..).unwrap_or(&[]);
         let Some(chunk) = rest.chunks(self.config.accumulate).next() else {
-            return Work::HeldOut(Box::new(HeldOut::new(true)));
+            return Ok(Work::HeldOut(Box::new(HeldOut::new(true))));
         };
         let windows = chunk.iter().map(|w| Window::of(&self.examples, w)).collect();
         let factor = self.config.schedule.factor(self.steps(), self.steps, self.config.warmup);
         let lr = self.config.lr * factor;
-        Work::Step(Box::new(self.step_of(windows, lr)))
+        Ok(Work::Step(Box::new(self.step_of(windows, lr))))
     }
 
     /// The next step. What it drops follows from how many the optimizer has taken, those of the
@@ -562,7 +589,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     fn after_step(&mut self) -> Work {
         // Only now, so that a snapshot within the step is of the one before.
         let (epoch, window) = self.next;
-        let windows = self.epochs.get(epoch).map_or(0, Vec::len);
+        let windows = self.epochs.counts().get(epoch).copied().unwrap_or(0);
         self.next.1 = (window + self.config.accumulate).min(windows);
         let every = self.config.eval_every;
         let due = every > 0 && self.steps().is_multiple_of(every) && self.next.1 < windows;
@@ -575,7 +602,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     fn after_evaluation(&mut self) -> Work {
         let every = self.checkpoint_every;
         match every > 0 && self.steps() > 0 && self.steps().is_multiple_of(every) {
-            true => Work::Snapshot(Box::new(Snapshot::new(self.identity(), self.cursor())), 0),
+            true => {
+                // The evaluation that it comes after is still what is at work.
+                let cursor = Cursor { due: false, ..self.cursor() };
+                Work::Snapshot(Box::new(Snapshot::new(self.identity(), cursor)), 0)
+            }
             false => Work::Next,
         }
     }

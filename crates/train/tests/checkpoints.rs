@@ -60,13 +60,22 @@ fn trainer<'m>(model: &'m Model, config: &TrainConfig) -> Trainer<&'m Model> {
     trainer
 }
 
-/// Runs to the end: events but checkpoints, checkpoints, outcome.
-fn run(mut trainer: Trainer<&Model>) -> (Vec<Event>, Vec<Snapshot>, Outcome) {
+/// Runs to the end: events but checkpoints, what was written down after each event of a step, as
+/// where a run is ended by a signal, and after how many of these events, outcome.
+fn run(mut trainer: Trainer<&Model>) -> (Vec<Event>, Vec<(usize, Snapshot)>, Outcome) {
     let (mut events, mut snapshots) = (Vec::new(), Vec::new());
     loop {
         match trainer.advance(&()).unwrap() {
-            Advance::Event(Event::Checkpoint(snapshot)) => snapshots.push(*snapshot),
-            Advance::Event(event) => events.push(event),
+            Advance::Event(Event::Checkpoint(snapshot)) => {
+                snapshots.push((events.len(), *snapshot))
+            }
+            Advance::Event(event) => {
+                let ends = matches!(event, Event::EarlyStop { .. });
+                events.push(event);
+                if trainer.steps() > 0 && !ends {
+                    snapshots.push((events.len(), trainer.snapshot()));
+                }
+            }
             Advance::Stopped => {}
             Advance::Done => return (events, snapshots, trainer.finish().unwrap()),
         }
@@ -90,11 +99,15 @@ fn a_run_goes_on_from_any_checkpoint_bit_for_bit() {
         method: Method::Sgd { momentum: 0.0 },
         ..config(&model)
     };
-    for (i, config) in [config(&model), kept, own].into_iter().enumerate() {
+    // It gets worse after its first epoch.
+    let ended = TrainConfig { patience: Some(1), eval_every: 1, lr: 1.0, ..config(&model) };
+    let mut early = 0;
+    for (i, config) in [config(&model), kept, own, ended].into_iter().enumerate() {
         let (events, snapshots, whole) = run(trainer(&model, &config));
-        assert!(whole.steps >= 6 && snapshots.len() as u64 == whole.steps, "{}", whole.steps);
+        assert!(whole.steps >= 3 && snapshots.len() as u64 >= 2 * whole.steps, "{}", whole.steps);
+        early += events.iter().filter(|e| matches!(e, Event::EarlyStop { .. })).count();
         let file = folder(&format!("any-checkpoint-{i}")).with_extension("safetensors");
-        for snapshot in snapshots {
+        for (same, snapshot) in snapshots {
             let step = snapshot.steps();
             snapshot.write(&file).unwrap();
             let read = Snapshot::read(&file).unwrap();
@@ -103,10 +116,10 @@ fn a_run_goes_on_from_any_checkpoint_bit_for_bit() {
             resumed.restore(read, false).unwrap();
             let (later, _, outcome) = run(resumed);
             assert!(outcome == whole, "setting {i}: going on from step {step} ends elsewhere");
-            let same = events.len() - later.len();
-            assert!(events[same..] == later[..], "setting {i}: other events after step {step}");
+            assert_eq!(events[same..], later[..], "setting {i}: other events after step {step}");
         }
     }
+    assert_eq!(early, 1, "no run ended early");
 }
 
 #[test]
@@ -124,6 +137,14 @@ fn checkpoints_of_other_runs_are_refused_by_name() {
     let e = refused(&toy("llama", TensorType::Q8_0, 4), &config, &lengths).unwrap_err();
     assert!(e.starts_with("the checkpoint is of another model"), "{e}");
     let e = refused(&model, &config, &lengths[1..]).unwrap_err();
+    assert!(e.starts_with("the checkpoint is of other data"), "{e}");
+    // The same conversations, of which more are held out.
+    let mut all = examples(5, &lengths);
+    all.extend(examples(77, &[9, 20]));
+    let mut other = Trainer::new(&model, config.clone()).unwrap();
+    let held_out = all.split_off(7);
+    other.load(all, held_out).unwrap();
+    let e = other.restore(snapshot.clone(), false).unwrap_err().to_string();
     assert!(e.starts_with("the checkpoint is of other data"), "{e}");
     let other = |change: &dyn Fn(&mut TrainConfig)| {
         let mut config = config.clone();
@@ -171,10 +192,12 @@ fn a_checkpoint_of_another_kernel_family_is_refused_unless_forced() {
 #[test]
 fn damaged_checkpoints_are_named_and_passed_over() {
     let model = toy("llama", TensorType::Q8_0, 3);
-    let (_, snapshots, _) = run(trainer(&model, &config(&model)));
+    let (_, mut snapshots, _) = run(trainer(&model, &config(&model)));
+    snapshots.dedup_by_key(|(_, snapshot)| snapshot.steps());
     let checkpoints = Checkpoints::new(folder("damaged"), 2);
     assert!(checkpoints.last().unwrap().is_none());
-    let files: Vec<PathBuf> = snapshots.iter().map(|s| checkpoints.write(s).unwrap()).collect();
+    let files: Vec<PathBuf> =
+        snapshots.iter().map(|(_, s)| checkpoints.write(s).unwrap()).collect();
     let there: Vec<bool> = files.iter().map(|f| f.exists()).collect();
     assert_eq!(there.iter().filter(|t| **t).count(), 2);
     let (last, before) = (&files[files.len() - 1], &files[files.len() - 2]);
@@ -188,14 +211,14 @@ fn damaged_checkpoints_are_named_and_passed_over() {
     }
     // A header that lies.
     let header =
-        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":1", "\\\"version\\\":9", 1);
+        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":2", "\\\"version\\\":9", 1);
     assert!(header.contains("\\\"version\\\":9"));
-    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":1").unwrap();
+    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":2").unwrap();
     let mut lies = bytes.clone();
     lies[at + 12] = b'9';
     std::fs::write(last, &lies).unwrap();
     let e = Snapshot::read(last).unwrap_err().to_string();
-    assert!(e.ends_with("its version is 9, expected 1"), "{e}");
+    assert!(e.ends_with("its version is 9, expected 2"), "{e}");
     checkpoints.clear();
     assert!(!checkpoints.folder().exists());
 }

@@ -621,7 +621,7 @@ fn replace(folder: &Path, data: &[u8], config: &[u8]) -> Result<()> {
         for (from, to) in &moves {
             fs::rename(from, to)?;
         }
-        if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
+        files::sync_folder(folder)
     })();
     written.map_err(|e: std::io::Error| {
         for (temporary, _) in &moves {

@@ -88,7 +88,9 @@ impl Recorder {
     fn point(&self, checkpoints: &Checkpoints) {
         if let Some(folder) = &self.folder {
             let path = std::path::absolute(folder.path()).unwrap_or(folder.path().to_path_buf());
-            let _ = std::fs::write(checkpoints.folder().join(WHERE), path.display().to_string());
+            // Without it a run that goes on has a new record.
+            let to = checkpoints.folder().join(WHERE);
+            let _ = files::write(&to, path.display().to_string().as_bytes());
         }
     }
 
