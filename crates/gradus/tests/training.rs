@@ -272,7 +272,9 @@ fn a_full_disk_leaves_the_last_checkpoint_whole() {
 fn a_run_that_does_not_fit_names_settings_that_do() {
     let folder = Folder::new("fit");
     let model = fixture("llama", "model.gguf");
-    let data = folder.write("facts.jsonl", facts());
+    // Together more than the longest window.
+    let many = (0..60).map(|i| facts().replace("the cat", &format!("the cat {i}")) + "\n");
+    let data = folder.write("facts.jsonl", many.collect::<String>());
     let out = folder.file("a.gguf");
     let run = |extra: &[&str]| -> Vec<String> {
         let args = ["train", "-m", &model, "--data", &data, "-o", &out, "--template", "plain"];
@@ -339,6 +341,13 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
         }
     }
     assert!(named >= 4, "{named} budgets had settings that fit");
+    // No window is longer than all that there is.
+    let few = folder.write("few.jsonl", facts());
+    let planned = |window: &str| {
+        let args = ["train", "-m", &model, "--data", &few, "--template", "plain", "--window"];
+        json(&[&args[..], &[window, "--dry-run", "--json"]].concat())["plan"]["arena_bytes"].clone()
+    };
+    assert_eq!(planned("2048"), planned("128"));
     // By itself it recomputes where that is enough.
     let plan = |extra: &[&str]| {
         let args = [&["--window", "256", "--dry-run", "--json"], extra].concat();
@@ -354,4 +363,96 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
     let recomputed = plan(&["--memory-budget", &tight.to_string()]);
     assert_eq!(recomputed["recompute"], "PerLayer");
     assert!(needs(&recomputed) <= tight << 20);
+}
+
+/// A run that begins anew leaves the checkpoints of an earlier one where they can be found, and keeps
+/// its own; two runs do not share a folder.
+#[cfg(unix)]
+#[test]
+fn checkpoints_of_two_runs_are_kept_apart() {
+    let folder = Folder::new("apart");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let out = folder.file("a.gguf");
+    let kept = format!("{out}.checkpoints");
+    let start = |seed: &str, more: &[&str]| {
+        let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out, "--seed"]);
+        command
+            .args([seed, "--template", "plain", "--window", "64", "--epochs", "4000"])
+            .args(more);
+        command.args(["--checkpoint-every", "5", "--no-record"]);
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).stdin(Stdio::null());
+        command.spawn().unwrap()
+    };
+    let steps = |folder: &str| -> Vec<u64> {
+        let files = std::fs::read_dir(folder).into_iter().flatten();
+        let name = |f: std::io::Result<std::fs::DirEntry>| f.unwrap().file_name();
+        let step = |name: std::ffi::OsString| {
+            name.to_str()?.strip_prefix("step-")?.strip_suffix(".safetensors")?.parse().ok()
+        };
+        files.map(name).filter_map(step).collect()
+    };
+    let until = |reached: u64| {
+        while steps(&kept).iter().max() < Some(&reached) {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+    };
+    let mut child = start("1", &[]);
+    until(60);
+    // Another in the same folder.
+    let second = start("2", &[]).wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(
+        !second.status.success() && said.contains("another run writes its checkpoints"),
+        "{said}"
+    );
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let earlier = steps(&kept);
+    assert!(earlier.iter().all(|&step| step >= 55), "{earlier:?}");
+
+    let mut child = start("2", &[]);
+    while !steps(&kept).iter().any(|step| *step < 55) {
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    child.kill().unwrap();
+    let said = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    let old = format!("{kept}.old");
+    assert!(said.contains(&old), "{said}");
+    let mut left = steps(&old);
+    left.sort();
+    let mut earlier = earlier;
+    earlier.sort();
+    assert_eq!(left, earlier);
+    // Its own go on.
+    let goes_on = ["--resume", "--epochs", "4000"];
+    let mut child = start("2", &goes_on[..1]);
+    let from = *steps(&kept).iter().max().unwrap();
+    until(from + 5);
+    child.kill().unwrap();
+    let said = child.wait_with_output().unwrap();
+    assert!(String::from_utf8_lossy(&said.stderr).contains("going on from step"));
+}
+
+/// Names that are no UTF-8 are names.
+#[cfg(target_os = "linux")]
+#[test]
+fn names_that_are_no_text_are_written_to() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new("bytes");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let name = std::ffi::OsStr::from_bytes(b"o\xff.gguf");
+    let out = Path::new(&folder.file("")).join(name);
+    let mut command = gradus(&["train", "-m", &model, "--data", &data, "--template", "plain"]);
+    command.args(["--window", "64", "--epochs", "1", "--json", "-o"]).arg(&out);
+    let ended = command.output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let said: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert!(said["adapter"].as_str().unwrap().ends_with("o\u{fffd}.gguf"), "{said}");
+    assert!(out.exists());
+    let merged = out.with_extension("merged");
+    let mut command = gradus(&["merge", "-m", &model, "--force", "--json", "--adapter"]);
+    assert!(command.arg(&out).arg("-o").arg(merged).output().unwrap().status.success());
 }

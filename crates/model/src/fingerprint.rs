@@ -27,10 +27,16 @@ impl Fnv {
 /// Bytes looked at in the beginning, the middle and the end of each tensor.
 const PROBE: usize = 1024;
 
-/// Names, types and shapes of all tensors, and some of the bytes of each: reading all of a large
-/// file would take longer than loading it.
+/// What the architecture's keys say, names, types and shapes of all tensors, and some of the bytes of
+/// each: reading all of a large file would take longer than loading it.
 pub(crate) fn of(file: &gguf::Gguf) -> u64 {
     let mut hash = Fnv::default();
+    let metadata = file.metadata();
+    let arch = metadata.str("general.architecture").unwrap_or_default();
+    for (key, value) in metadata.iter().filter(|(key, _)| key.starts_with(arch)) {
+        hash.add(key.as_bytes());
+        hash.add(format!("{value:?}").as_bytes());
+    }
     for tensor in file.tensors() {
         hash.add(tensor.info.name.as_bytes());
         hash.add(tensor.info.ty.name().as_bytes());

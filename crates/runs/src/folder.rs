@@ -309,7 +309,7 @@ mod tests {
             memory_bytes: None,
         };
         assert!(run.step(&step(1)).is_none());
-        let full = || OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         run.metrics = Some(full());
         let said = run.step(&step(2)).unwrap().to_string();
         assert!(said.contains("metrics.jsonl") && said.contains("space"), "{said}");

@@ -19,6 +19,12 @@ const VERSION: u64 = 2;
 /// The metadata key of everything that is no tensor.
 const KEY: &str = "gradus.checkpoint";
 
+/// The file in a folder of checkpoints that its run has locked.
+const LOCK: &str = "lock";
+
+/// The file in a folder of checkpoints that says where the run is recorded.
+pub const RECORD: &str = "run";
+
 /// What two runs must have in common for one to go on where the other stopped.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Identity {
@@ -304,6 +310,49 @@ impl Checkpoints {
         files
     }
 
+    /// Takes the folder for a run, which has it until the lock is dropped. Where the run does not
+    /// go on from a checkpoint, those of an earlier one are moved to a folder of the same name with
+    /// `.old` behind it, which is given back: steps of two runs are not told apart by their files.
+    ///
+    /// # Errors
+    /// When another process has it, or the folder cannot be made or its files moved.
+    pub fn claim(&self, goes_on: bool) -> Result<(files::Lock, Option<PathBuf>)> {
+        let failed = |e: std::io::Error| {
+            Error::File(format!("cannot use the folder {}: {e}", self.folder.display()))
+        };
+        let path = self.folder.join(LOCK);
+        // A run that has just ended may have removed it again.
+        let lock = loop {
+            std::fs::create_dir_all(&self.folder).map_err(failed)?;
+            let lock = files::Lock::take(&path).map_err(failed)?.ok_or_else(|| {
+                Error::File(format!(
+                    "another run writes its checkpoints to {}; wait for its end, or choose another \
+                     folder",
+                    self.folder.display()
+                ))
+            })?;
+            if path.exists() {
+                break lock;
+            }
+        };
+        let earlier = self.files();
+        if goes_on || earlier.is_empty() {
+            return Ok((lock, None));
+        }
+        let mut old = self.folder.clone().into_os_string();
+        old.push(".old");
+        let old = PathBuf::from(old);
+        Checkpoints::new(old.clone(), 1).clear();
+        std::fs::create_dir_all(&old).map_err(failed)?;
+        for (_, from) in &earlier {
+            std::fs::rename(from, old.join(from.file_name().unwrap_or_default()))
+                .map_err(failed)?;
+        }
+        // Where the record of the earlier run is.
+        let _ = std::fs::rename(self.folder.join(RECORD), old.join(RECORD));
+        Ok((lock, Some(old)))
+    }
+
     /// Removes what processes left that were killed while they wrote.
     fn sweep(&self) {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
@@ -364,7 +413,8 @@ impl Checkpoints {
         for (_, path) in self.files() {
             let _ = std::fs::remove_file(path);
         }
-        let _ = std::fs::remove_file(self.folder.join("run"));
+        let _ = std::fs::remove_file(self.folder.join(RECORD));
+        let _ = std::fs::remove_file(self.folder.join(LOCK));
         let _ = std::fs::remove_dir(&self.folder);
     }
 }

@@ -122,6 +122,17 @@ impl TrainConfig {
         Ok(())
     }
 
+    /// Settings for data whose windows have so many rows at most.
+    pub fn shrink(&mut self, rows: usize) {
+        match &mut self.walks {
+            Some(walks) if rows > self.graph.rows => walks.window = walks.window.min(rows),
+            walks => {
+                *walks = None;
+                self.graph.rows = self.graph.rows.min(rows);
+            }
+        }
+    }
+
     /// Takes over what an adapter that is trained on decides: targets, ranks and alpha.
     pub fn go_on_with(&mut self, adapter: &model::Adapter) {
         self.targets = adapter.tensors.keys().cloned().collect();

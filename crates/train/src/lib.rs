@@ -23,7 +23,7 @@ mod targets;
 mod trainer;
 mod weights;
 
-pub use checkpoint::{Checkpoints, Snapshot};
+pub use checkpoint::{Checkpoints, RECORD, Snapshot};
 pub use config::TrainConfig;
 pub use data::{Example, Window, pack};
 pub use error::{Error, Result};

@@ -100,7 +100,7 @@ fn show(args: &Show) -> Result<()> {
             })
             .collect();
         return json(&json!({
-            "file": args.adapter,
+            "file": args.adapter.display().to_string(),
             "form": form,
             "architecture": arch,
             "parameters": parameters,
@@ -189,7 +189,7 @@ fn convert(args: &Convert) -> Result<()> {
     }
     if args.json {
         return json(&json!({
-            "file": args.to,
+            "file": args.to.display().to_string(),
             "form": if to_gguf { "GGUF" } else { "PEFT" },
             "targets": adapter.tensors.len(),
             "parameters": adapter.parameters(),

@@ -372,7 +372,7 @@ fn as_json(args: &Args, material: &Material, contestants: &[Contestant]) -> Valu
     if args.generate {
         let answers = material.questions.iter().enumerate().map(|(i, q)| {
             let mut answer = json!({
-                "file": q.file, "row": q.row, "asked": q.asked, "expected": q.expected,
+                "file": q.file.display().to_string(), "row": q.row, "asked": q.asked, "expected": q.expected,
             });
             for contestant in contestants {
                 if let Some(given) = contestant.answers.get(i) {

@@ -317,7 +317,7 @@ fn as_json(
         json!({ "targets": t.targets, "parameters": t.parameters, "arenas": arenas })
     });
     json!({
-        "file": file.path(),
+        "file": file.path().display().to_string(),
         "bytes": file.file_bytes(),
         "metadata": metadata,
         "tensors": tensors,

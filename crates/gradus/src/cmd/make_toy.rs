@@ -94,7 +94,7 @@ pub fn run(args: &Args) -> Result<()> {
     toy.write(&path)?;
     let size = std::fs::metadata(&path).map_err(|e| Error::reading(&path, e))?.len();
     if args.json {
-        return json(&json!({ "file": path, "bytes": size }));
+        return json(&json!({ "file": path.display().to_string(), "bytes": size }));
     }
     line(&format!("{}: {}", path.display(), bytes(size)))
 }

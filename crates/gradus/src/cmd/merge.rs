@@ -94,7 +94,9 @@ pub fn run(args: &Args) -> Result<()> {
                 })
             })
             .collect();
-        return json(&json!({ "file": args.out, "bytes": size, "tensors": tensors }));
+        return json(
+            &json!({ "file": args.out.display().to_string(), "bytes": size, "tensors": tensors }),
+        );
     }
     show(&report)?;
     line(&format!("{}: {}", args.out.display(), bytes(size)))

@@ -124,6 +124,11 @@ pub fn run(args: &Args) -> Result<()> {
     model.path()?;
     model.device.count()?;
     let train_dir = args.train_dir.as_deref().map(train_dir).transpose()?;
+    // Two servers would take up each other's jobs.
+    let _ours = match &train_dir {
+        Some(dir) => claim(dir)?,
+        None => None,
+    };
     let name = args.name.clone().unwrap_or_else(|| name_of(&model.model));
     for (alias, _) in &args.adapters {
         names::check_alias("--adapter", alias, &name)?;
@@ -161,6 +166,18 @@ pub fn run(args: &Args) -> Result<()> {
     note("stopping; once more to stop at once");
     http.stop(Duration::from_secs(args.grace));
     Ok(())
+}
+
+/// Takes a training folder for this process; none where it takes no files, and so no jobs.
+fn claim(folder: &Path) -> Result<Option<files::Lock>> {
+    match files::Lock::take(&folder.join(".gradus-serve.lock")) {
+        Ok(Some(lock)) => Ok(Some(lock)),
+        Ok(None) => Err(Error::invalid(format!(
+            "another server has `--train-dir` {}; give each a folder of its own",
+            folder.display()
+        ))),
+        Err(_) => Ok(None),
+    }
 }
 
 fn train_dir(path: &Path) -> Result<PathBuf> {

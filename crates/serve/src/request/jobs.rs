@@ -43,6 +43,11 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
     const OF_ADAPTER: [&str; 7] =
         ["targets", "top_layers", "train_weights", "rank", "ranks", "alpha", "rslora"];
     let adapts = OF_ADAPTER.into_iter().find(|field| fields.has(field));
+    let scales = ["rank", "ranks", "alpha", "rslora"].into_iter().find(|field| fields.has(field));
+    if let (Some(field), true) = (scales, fields.has("train_weights")) {
+        let message = format!("`{field}` is an adapter's, and `train_weights` trains none");
+        return Err(Error::field(field, message));
+    }
     let settings = settings(&mut fields, host, true)?;
     let share = "a number from 0 to below 1";
     let val_split = fields.number("val_split", |v| (0.0..1.0).contains(&v), share)?.unwrap_or(0.1);
@@ -87,15 +92,15 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
             }
             of_text(&text, parse_special.unwrap_or(false), host, window)?
         }
-        Err(_) if parse_special == Some(false) => {
-            let message = "`parse_special` is false, but `examples` are rendered by a template, \
-                           whose control tokens are always parsed; leave it out";
+        Err(_) if parse_special.is_some() => {
+            let message = "`parse_special` is about `text`, but `examples` are rendered by a \
+                           template, whose control tokens are always parsed; leave it out";
             return Err(Error::field("parse_special", message));
         }
         Err(examples) => of_rows(&rows(examples)?, host, window, fit, wanted)?,
     };
     let Data { train: examples, held_out, report: data, .. } = data.split(val_split)?;
-    shrink(&mut config, data.window);
+    config.shrink(data.window);
     Ok(TrainJob {
         name,
         out: path,
@@ -134,7 +139,7 @@ pub fn learn(
     let Err(examples) = corpus(None, examples)? else { return Err(missing("examples", "a list")) };
     let rows = rows(examples)?;
     let data = of_rows(&rows, host, config.longest(), fit, wanted)?.split(0.0)?;
-    shrink(&mut config, data.report.window);
+    config.shrink(data.report.window);
     let job =
         LearnJob { alias, config, examples: data.train, pacing, memory_budget, may_recompute };
     Ok((job, data.report))
@@ -153,7 +158,7 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
             let targets = targets.as_deref().unwrap_or("attn_q,attn_v");
             (select(host, targets, top_layers)?, Vec::new())
         }
-        (None, Some(weights)) => (Vec::new(), select_weights(host, &weights)?),
+        (None, Some(weights)) => (Vec::new(), select_weights(host, &weights, top_layers)?),
         (Some(_), Some(_)) => {
             let message = "`train_weights` and `targets` exclude each other: an adapter and the \
                            model's own weights are two jobs";
@@ -321,17 +326,6 @@ fn walks(fields: &mut Fields, window: usize) -> Result<(usize, Option<Walks>)> {
     Ok((chunk, Some(Walks { window, horizon, host_budget })))
 }
 
-/// Settings for data whose windows have so many rows at most.
-fn shrink(config: &mut TrainConfig, window: usize) {
-    match &mut config.walks {
-        Some(walks) if window > config.graph.rows => walks.window = window,
-        walks => {
-            *walks = None;
-            config.graph.rows = config.graph.rows.min(window);
-        }
-    }
-}
-
 fn pacing(fields: &mut Fields) -> Result<Pacing> {
     let share = fields.whole("share_ppm", 1..=1_000_000)?;
     let slowdown = fields.whole("max_slowdown_ppm", 1..=999_999)?;
@@ -353,14 +347,18 @@ fn pacing(fields: &mut Fields) -> Result<Pacing> {
 
 /// The tensors whose names have a part of the list in them, or `all`; whether they can be trained
 /// the graph says.
-fn select_weights(host: &Host, list: &str) -> Result<Vec<String>> {
+fn select_weights(host: &Host, list: &str, top_layers: Option<usize>) -> Result<Vec<String>> {
     let wanted = names_of(list);
     if wanted.is_empty() {
         let message = "`train_weights` is empty; expected `all` or parts of tensor names";
         return Err(Error::field("train_weights", message));
     }
-    train::select_weights(&host.model, &wanted)
-        .map_err(|e| Error::field("train_weights", format!("`train_weights`: {e}")))
+    let of_field = |e: train::Error| Error::field("train_weights", format!("`train_weights`: {e}"));
+    let weights = train::select_weights(&host.model, &wanted).map_err(of_field)?;
+    match top_layers {
+        Some(k) => train::top_layers(&host.model, weights, k).map_err(of_field),
+        None => Ok(weights),
+    }
 }
 
 /// The projections that a list of names stands for, in the top layers.

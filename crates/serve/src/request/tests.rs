@@ -288,7 +288,7 @@ fn a_training_job_has_the_defaults_and_takes_every_field() {
 
     let job = trained(&json!({
         "rank": 256, "alpha": 0.5, "targets": " ffn_up, attn_output ,", "top_layers": 1,
-        "window": 512, "chunk": 512, "epochs": 100, "lr": 1, "seed": 7, "parse_special": true,
+        "window": 512, "chunk": 512, "epochs": 100, "lr": 1, "seed": 7,
         "fit": "left", "memory_budget_mib": 1.5, "share_ppm": 1_000_000, "yield": true,
         "exact": false, "walk_horizon": 0, "walk_host_budget_mib": 0, "recompute": true,
         "grad_precision": "bf16",
@@ -338,6 +338,8 @@ fn a_training_job_is_refused_by_field() {
         (json!({"targets": "attn_q,attn_x"}), "targets", "candidates: all, all-linear, attn, ffn,"),
         (json!({"targets": "attn", "ranks": {"attn_x": 2}}), "ranks", "is no projection"),
         (json!({"ranks": {"attn_q": 0}}), "ranks", "from 1 to 256"),
+        (json!({"parse_special": true}), "parse_special", "is about `text`"),
+        (json!({"train_weights": "norm", "rank": 4}), "rank", "trains none"),
         (json!({"ranks": [8]}), "ranks", "an object"),
         (json!({"optimizer": "adam"}), "optimizer", "\"adamw\" or \"sgd\""),
         (json!({"momentum": 0.9}), "momentum", "expected `optimizer` to be \"sgd\""),

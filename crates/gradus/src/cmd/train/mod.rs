@@ -5,6 +5,7 @@ mod session;
 mod settings;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use model::{Adapter, Model};
 use serde_json::json;
@@ -144,8 +145,8 @@ impl KeepingArgs {
 
 /// The examples of a run.
 struct Data {
-    train: Vec<Example>,
-    held_out: Vec<Example>,
+    train: Arc<[Example]>,
+    held_out: Arc<[Example]>,
 }
 
 impl Args {
@@ -164,7 +165,7 @@ impl Args {
         if !self.eval_data.is_empty() {
             let files = DataArgs { data: self.eval_data.clone(), ..self.data.clone() };
             let held_out = files.load(model, &self.template)?.examples;
-            return Ok(Data { train, held_out });
+            return Ok(Data { train: train.into(), held_out: held_out.into() });
         }
         if !(0.0..1.0).contains(&self.eval_split) {
             let message = format!("`--eval-split` is {}; expected 0 to below 1", self.eval_split);
@@ -179,7 +180,7 @@ impl Args {
                 train.len()
             )));
         }
-        Ok(Data { train, held_out })
+        Ok(Data { train: train.into(), held_out: held_out.into() })
     }
 }
 
@@ -215,11 +216,17 @@ pub fn run(args: &Args) -> Result<()> {
             "an adapter is trained too: name its file with `--out`, or none with `--targets none`",
         ));
     }
+    if args.out.is_some() && !settings.adapts() {
+        return Err(Error::invalid("`--targets none` makes no adapter: leave `--out` out"));
+    }
     let model = args.model.load()?;
     let data = args.read(&model)?;
     let mut config = settings.config(&model, args.data.window)?;
     let from = args.from.as_ref().map(|path| Adapter::read(path, &model)).transpose()?;
     from.iter().for_each(|adapter| config.go_on_with(adapter));
+    // No window is longer than all there is.
+    let rows = |examples: &[Example]| examples.iter().map(Example::rows).sum::<usize>();
+    config.shrink(rows(&data.train).max(rows(&data.held_out)).next_multiple_of(64));
     let targets = config.targets.len();
     let out = args.out.as_ref().filter(|_| settings.adapts()).or(args.out_model.as_ref());
     let session = Session {
@@ -250,33 +257,38 @@ pub fn run(args: &Args) -> Result<()> {
     ready.check_fits()?;
     let out = out.ok_or_else(|| Error::invalid("there is no file to write"))?;
     let mut recorder = Recorder::begin(args, &model, &data, &ready, out)?;
-    let ran = ready.run(&interrupt, &mut recorder);
+    let ran = ready.run(&interrupt, &mut recorder).and_then(|ran| {
+        if ran.outcome.steps == 0 {
+            return Err(Error::Interrupted);
+        }
+        if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
+            write(out, "adapter", &|to| Ok(ran.outcome.adapter.write(to, &model)?))?;
+        }
+        if let Some(out) = &args.out_model {
+            let weights = &ran.outcome.weights;
+            write(out, "model", &|to| Ok(train::write_weights(to, &model, weights)?))?;
+        }
+        Ok(ran)
+    });
+    // What is not written is not done.
     recorder.end(ran.as_ref());
-    let ran = ran?;
-    if ran.outcome.steps == 0 {
-        return Err(Error::Interrupted);
-    }
-    if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
-        write(&ran.outcome.adapter, out, &model)?;
-    }
-    if let Some(out) = &args.out_model {
-        train::write_weights(out, &model, &ran.outcome.weights)?;
-    }
+    let mut ran = ran?;
     if !ran.interrupted {
         args.keeping.of(out).checkpoints.clear();
     }
+    drop(ran.claim.take());
     report(args, &ran)?;
     if ran.interrupted { Err(Error::Interrupted) } else { Ok(()) }
 }
 
-/// Writes an adapter; where that fails, to the folder for temporary files: hours went into it.
-fn write(adapter: &Adapter, out: &Path, model: &Model) -> Result<()> {
-    let Err(e) = adapter.write(out, model) else { return Ok(()) };
+/// Writes what a run made; where that fails, to the folder for temporary files: hours went into it.
+fn write(out: &Path, what: &str, write: &dyn Fn(&Path) -> Result<()>) -> Result<()> {
+    let Err(e) = write(out) else { return Ok(()) };
     let name = out.file_name().unwrap_or_default().to_string_lossy();
     let instead = std::env::temp_dir().join(format!("gradus-{}-{name}", std::process::id()));
-    Err(match adapter.write(&instead, model) {
-        Ok(()) => Error::from(e).with(format!("the adapter is in {} instead", instead.display())),
-        Err(also) => Error::from(e).with(also),
+    Err(match write(&instead) {
+        Ok(()) => e.with(format!("the {what} is in {} instead", instead.display())),
+        Err(also) => e.with(also.message()),
     })
 }
 
@@ -352,8 +364,8 @@ fn report(args: &Args, ran: &Ran) -> Result<()> {
     let out = args.out.as_ref().filter(|_| args.settings.adapts());
     if args.json {
         return json(&json!({
-            "adapter": out,
-            "model": args.out_model,
+            "adapter": out.map(|out| out.display().to_string()),
+            "model": args.out_model.as_ref().map(|out| out.display().to_string()),
             "steps": ran.outcome.steps,
             "steps_planned": ran.steps_planned,
             "resumed_from": ran.from,
@@ -362,7 +374,7 @@ fn report(args: &Args, ran: &Ran) -> Result<()> {
             "last_loss": ran.outcome.last_loss,
             "held_out_loss": ran.held_out,
             "best": ran.outcome.best.map(|(step, loss)| json!({"step": step, "loss": loss})),
-            "checkpoint": ran.checkpoint,
+            "checkpoint": ran.checkpoint.as_ref().map(|path| path.display().to_string()),
             "moved": moved,
             "targets": total,
             "unrouted": ran.outcome.unrouted,

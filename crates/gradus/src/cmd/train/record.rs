@@ -29,9 +29,6 @@ pub struct RecordArgs {
     pub no_record: bool,
 }
 
-/// The file beside a run's checkpoints that says where its folder is.
-const WHERE: &str = "run";
-
 /// The record of a run, if there is one.
 pub struct Recorder {
     folder: Option<RunFolder>,
@@ -60,7 +57,7 @@ impl Recorder {
         }
         let checkpoints = args.keeping.of(out).checkpoints;
         if ready.from > 0
-            && let Ok(path) = std::fs::read_to_string(checkpoints.folder().join(WHERE))
+            && let Ok(path) = std::fs::read_to_string(checkpoints.folder().join(train::RECORD))
             && let Ok(folder) = RunFolder::resume(Path::new(path.trim()), ready.from)
         {
             return Ok(Recorder { folder: Some(folder), step: ready.from, ..none });
@@ -89,7 +86,7 @@ impl Recorder {
         if let Some(folder) = &self.folder {
             let path = std::path::absolute(folder.path()).unwrap_or(folder.path().to_path_buf());
             // Without it a run that goes on has a new record.
-            let to = checkpoints.folder().join(WHERE);
+            let to = checkpoints.folder().join(train::RECORD);
             let _ = files::write(&to, path.display().to_string().as_bytes());
         }
     }

@@ -1,6 +1,7 @@
 //! A run from its data to its end: memory, checkpoints, what is shown meanwhile.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use graph::Recompute;
@@ -20,8 +21,8 @@ use crate::progress::{Progress, Unit};
 pub struct Plan {
     /// The model's packed weights.
     pub weights: u64,
-    /// Tokenizer, template, data, stacks, the allocator: what was there before the run, less the
-    /// weights. 0 where the system does not tell.
+    /// Tokenizer, template, data, graphs, stacks, the allocator: what is there before anything is
+    /// taken for the run, less the weights. 0 where the system does not tell.
     pub process: u64,
     /// The arena of the largest graph.
     pub arena: u64,
@@ -75,8 +76,8 @@ pub struct Session<'a> {
     pub from: Option<Adapter>,
     /// Recompute layers if the run does not fit otherwise.
     pub may_recompute: bool,
-    pub examples: Vec<Example>,
-    pub held_out: Vec<Example>,
+    pub examples: Arc<[Example]>,
+    pub held_out: Arc<[Example]>,
     /// Most bytes to take beside the model; else what there is.
     pub budget: Option<u64>,
     pub keeping: Option<Keeping>,
@@ -120,6 +121,8 @@ pub struct Ran {
     pub interrupted: bool,
     /// Where the run can go on, when it ended early.
     pub checkpoint: Option<PathBuf>,
+    /// The folder of checkpoints is this run's until what it made is written.
+    pub claim: Option<files::Lock>,
 }
 
 impl Ran {
@@ -150,12 +153,10 @@ impl<'a> Session<'a> {
     /// A setting, or the refusal.
     pub fn ready(self) -> Result<Ready<'a>> {
         memory::reset_peak();
-        let before = memory::now();
         let weights = self.model.weights().bytes() as u64;
-        let process = before.anonymous.map_or(0, |n| n.saturating_sub(weights));
         let there = self.model.device().available().map(|n| n as u64);
         let allowed = self.budget.into_iter().chain(there).min();
-        let longest = self.examples.iter().chain(&self.held_out).map(Example::rows).max();
+        let longest = self.examples.iter().chain(&*self.held_out).map(Example::rows).max();
         let mut config = self.config;
         loop {
             let from = self
@@ -175,6 +176,8 @@ impl<'a> Session<'a> {
                 return Err(Error::fault("a run began with something else"));
             };
             let of_parameters = trainer.parameter_bytes() as u64;
+            // With the data and the graphs, and before anything is taken for running them.
+            let process = memory::now().anonymous.map_or(0, |n| n.saturating_sub(weights));
             let plan = Plan {
                 weights,
                 process,
@@ -294,6 +297,19 @@ impl<'a> Ready<'a> {
     /// What went wrong in which step, and where the run as it was before can go on.
     pub fn run(mut self, interrupt: &Interrupt, watch: &mut dyn Watch) -> Result<Ran> {
         self.check_fits()?;
+        let claim = match &self.keeping {
+            Some(Keeping { checkpoints, .. }) => {
+                let (lock, old) = checkpoints.claim(self.from > 0)?;
+                if let Some(old) = old {
+                    note(&format!(
+                        "there are checkpoints of an earlier run; they are in {} now",
+                        old.display()
+                    ));
+                }
+                Some(lock)
+            }
+            None => None,
+        };
         note(&format!(
             "training {} parameters on {} conversations, {} times, in {} steps; {} planned",
             count(self.parameters),
@@ -375,6 +391,7 @@ impl<'a> Ready<'a> {
             memory: memory::now(),
             interrupted,
             checkpoint,
+            claim,
         })
     }
 

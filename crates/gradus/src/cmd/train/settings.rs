@@ -18,7 +18,7 @@ pub struct Settings {
     #[arg(long, value_name = "NAME,...", default_value = "all", value_delimiter = ',')]
     pub targets: Vec<String>,
 
-    /// Adapt the last K layers only: nothing below them is differentiated
+    /// Train in the last K layers alone, and what is in no layer
     #[arg(long, value_name = "K")]
     pub top_layers: Option<usize>,
 
@@ -211,10 +211,13 @@ impl Settings {
 
     /// The tensors that patterns name, in the layers that are adapted.
     fn select(&self, model: &Model, patterns: &[String]) -> Result<Vec<String>> {
-        let targets = train::select_targets(model, patterns)?;
+        self.in_top_layers(model, train::select_targets(model, patterns)?)
+    }
+
+    fn in_top_layers(&self, model: &Model, names: Vec<String>) -> Result<Vec<String>> {
         Ok(match self.top_layers {
-            Some(k) => train::top_layers(model, targets, k)?,
-            None => targets,
+            Some(k) if !names.is_empty() => train::top_layers(model, names, k)?,
+            _ => names,
         })
     }
 
@@ -229,7 +232,8 @@ impl Settings {
         };
         let mut config = TrainConfig {
             targets,
-            weights: train::select_weights(model, &self.train_weights)?,
+            weights: self
+                .in_top_layers(model, train::select_weights(model, &self.train_weights)?)?,
             rank: self.rank,
             alpha: self.alpha,
             rslora: self.rslora,
@@ -277,13 +281,15 @@ impl Settings {
                 let message = format!("`--rank-of {given}`: expected NAME=RANK, such as ffn=4");
                 return Err(Error::invalid(message));
             };
-            for name in self.select(model, &[pattern.to_string()])? {
-                config.ranks.insert(name, rank);
+            // Of what is adapted: `ffn=4` beside `--targets blk.3.` is about that layer.
+            let mut names = self.select(model, &[pattern.to_string()])?;
+            names.retain(|name| config.targets.contains(name));
+            if names.is_empty() {
+                let message = format!("`--rank-of {given}` names none of the targets");
+                return Err(Error::invalid(message));
             }
+            config.ranks.extend(names.into_iter().map(|name| (name, rank)));
         }
-        // Of what is adapted: `ffn=4` beside `--targets blk.3.` is about that layer.
-        let TrainConfig { ranks, targets, .. } = &mut config;
-        ranks.retain(|name, _| targets.contains(name));
         Ok(config)
     }
 }
