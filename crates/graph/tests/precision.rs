@@ -29,7 +29,7 @@ fn differentiated() -> (Graph, Vec<NodeId>) {
 }
 
 #[test]
-fn f32_changes_nothing() {
+fn full_precision_changes_nothing() {
     let (graph, outputs) = differentiated();
     let ops = |g: &Graph| g.ids().map(|id| g.node(id).op.clone()).collect::<Vec<_>>();
     let before = ops(&graph);

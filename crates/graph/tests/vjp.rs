@@ -126,6 +126,21 @@ fn labels() {
 }
 
 #[test]
+fn a_mask_of_a_softmax() {
+    let mut g = Graph::new();
+    let (x, mask) = (f32s(&mut g, "x", &[1, 2, 3, 5]), f32s(&mut g, "mask", &[3, 5]));
+    let sinks = f32s(&mut g, "sinks", &[2]);
+    let attrs = SoftmaxAttrs { mask: true, sinks: true, ..SoftmaxAttrs::PLAIN };
+    let y = g.push(Op::Softmax(attrs), &[x, mask, sinks], "scores").unwrap();
+    says(&g, y, mask, "Softmax at node `scores`, operand 1 (`mask`, f32): the operand is a mask");
+    // Without a mask what comes second are sinks, which have a gradient, as they do behind one.
+    assert_eq!(differentiate(&g, y, &[x, sinks]).unwrap().grads.len(), 2);
+    let attrs = SoftmaxAttrs { mask: false, ..attrs };
+    let y = g.push(Op::Softmax(attrs), &[x, sinks], "scores").unwrap();
+    assert_eq!(differentiate(&g, y, &[x, sinks]).unwrap().grads.len(), 2);
+}
+
+#[test]
 fn positions_frequency_factors_and_angles() {
     let mut g = Graph::new();
     let (pos, factors) = (i32s(&mut g, "pos", &[3]), f32s(&mut g, "rope_freqs", &[2]));
