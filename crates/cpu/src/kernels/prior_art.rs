@@ -1,7 +1,7 @@
 //! Faults that other trainers have had, each with the smallest graph that shows it, in every
 //! kernel family with one and two threads.
 
-use graph::{DType, NodeId, NormKind, Op, Unary, vjp};
+use graph::{DType, Graph, NodeId, NormKind, Op, Unary, vjp};
 use half::f16;
 
 use crate::testing::{Case, Random, devices, to_floats};
@@ -39,22 +39,137 @@ fn bug_04_only_what_was_asked_for_has_a_gradient() {
     }
 }
 
-/// Two shares divided by their clamped sum, as a mixture of experts does it.
+/// What a router makes of the chances of its experts: the greatest, divided by their clamped sum,
+/// scaled, and their experts' results weighed by them.
+struct Router {
+    used: usize,
+    least: f32,
+    scale: f32,
+}
+
+impl Router {
+    /// The experts chosen, and their shares.
+    fn shares(&self, graph: &mut Graph, chances: NodeId) -> (NodeId, NodeId) {
+        let ids = graph.top_k(chances, self.used, "ids").unwrap();
+        let chosen = graph.take(chances, ids, "chosen").unwrap();
+        let sum = graph.sum(chosen, &[1]).unwrap();
+        let sum = graph.clamp(sum, self.least, f32::INFINITY).unwrap();
+        let shares = graph.div(chosen, sum).unwrap();
+        (ids, graph.affine(shares, self.scale, 0.0).unwrap())
+    }
+}
+
 #[test]
 fn bug_05_and_11_a_step_of_a_router_is_the_hand_derived_one() {
     let (w0, w1, rate) = (0.75f64, 0.5f64, 0.125f64);
     let mut case = Case::new();
     let w = case.floats("w", &[1, 2], &[w0 as f32, w1 as f32]);
-    let sum = case.graph.sum(w, &[1]).unwrap();
-    let sum = case.graph.clamp(sum, 6.103_515_6e-5, f32::INFINITY).unwrap();
-    let shares = case.graph.div(w, sum).unwrap();
-    let dy = case.floats("dy", &[1, 2], &[1.0, 0.0]);
-    let step = |g: &[f32]| -> Vec<f64> { g.iter().map(|g| -rate * f64::from(*g)).collect() };
+    let router = Router { used: 2, least: 6.103_515_6e-5, scale: 1.0 };
+    let (_, shares) = router.shares(&mut case.graph, w);
+    // The loss is the first expert's share.
+    let results = case.floats("results", &[1, 2, 1], &[1.0, 0.0]);
+    let loss = case.graph.mix_experts(results, shares).unwrap();
+    let dy = case.floats("dy", &[1, 1], &[1.0]);
     let scale = -rate / (w0 + w1).powi(2);
     for cpu in devices() {
-        let moved = step(&case.gradients(&cpu, shares, dy, &[w])[0]);
-        let moved: Vec<f32> = moved.iter().map(|x| *x as f32).collect();
+        let gradient = &case.gradients(&cpu, loss, dy, &[w])[0];
+        let moved: Vec<f32> = gradient.iter().map(|g| -(rate as f32) * g).collect();
         close(&moved, &[scale * w1, -scale * w0], 1e-6);
+    }
+}
+
+/// The gradients of a router for its rows, gate and experts, by the formulas.
+fn routed(
+    router: &Router,
+    [x, gate, w, dy]: [&[f32]; 4],
+    [rows, experts, k, n]: [usize; 4],
+) -> [Vec<f64>; 3] {
+    let of = |data: &[f32], at: usize| f64::from(data[at]);
+    let (least, scale) = (f64::from(router.least), f64::from(router.scale));
+    let mut grads = [vec![0.0; rows * k], vec![0.0; experts * k], vec![0.0; experts * n * k]];
+    for r in 0..rows {
+        let dot = |a: &[f32], i: usize, b: &[f32], j: usize, n: usize| -> f64 {
+            (0..n).map(|c| of(a, i + c) * of(b, j + c)).sum()
+        };
+        let e: Vec<f64> = (0..experts).map(|e| dot(x, r * k, gate, e * k, k).exp()).collect();
+        let p: Vec<f64> = e.iter().map(|x| x / e.iter().sum::<f64>()).collect();
+        let mut chosen: Vec<usize> = (0..experts).collect();
+        chosen.sort_by(|&a, &b| p[b].total_cmp(&p[a]));
+        chosen.truncate(router.used);
+        let sum: f64 = chosen.iter().map(|&e| p[e]).sum();
+        let divisor = sum.max(least);
+        // y = scale * sum of p_e / divisor * (W_e x)
+        let result = |e: usize| -> f64 {
+            (0..n).map(|o| of(dy, r * n + o) * dot(w, (e * n + o) * k, x, r * k, k)).sum()
+        };
+        let shared: f64 = chosen.iter().map(|&e| scale * result(e) * p[e]).sum();
+        let mut dp = vec![0.0; experts];
+        for &e in &chosen {
+            let through_sum = if sum > least { shared / divisor.powi(2) } else { 0.0 };
+            dp[e] = scale * result(e) / divisor - through_sum;
+            let share = scale * p[e] / divisor;
+            for o in 0..n {
+                for c in 0..k {
+                    let at = (e * n + o) * k + c;
+                    grads[2][at] += share * of(dy, r * n + o) * of(x, r * k + c);
+                    grads[0][r * k + c] += share * of(dy, r * n + o) * of(w, at);
+                }
+            }
+        }
+        let mean: f64 = p.iter().zip(&dp).map(|(p, d)| p * d).sum();
+        for e in 0..experts {
+            let dlogit = p[e] * (dp[e] - mean);
+            for c in 0..k {
+                grads[0][r * k + c] += dlogit * of(gate, e * k + c);
+                grads[1][e * k + c] += dlogit * of(x, r * k + c);
+            }
+        }
+    }
+    grads
+}
+
+/// Softmax, top-k, gather, sum, clamp, division by the sum, scale, weighted sum of the experts. Of
+/// one expert the share is 1 whatever its chance: nothing reaches the gate, unless the sum is
+/// clamped.
+#[test]
+fn bug_05_and_11_a_whole_router_has_the_analytic_gradient() {
+    let sizes @ [rows, experts, k, n] = [7, 8, 5, 6];
+    for (used, least) in [1, 2, 8].into_iter().flat_map(|u| [(u, 6.103_515_6e-5), (u, 2.0)]) {
+        let router = Router { used, least, scale: 1.5 };
+        let mut random = Random(used as u64);
+        let x_values = random.floats(rows * k);
+        let gate_values = random.floats(experts * k);
+        let w_values = random.floats(experts * n * k);
+        let dy_values = random.floats(rows * n);
+        let mut case = Case::new();
+        let x = case.floats("x", &[rows, k], &x_values);
+        let gate = case.floats("gate", &[experts, k], &gate_values);
+        let w = case.floats("w", &[experts, n, k], &w_values);
+        let dy = case.floats("dy", &[rows, n], &dy_values);
+        let graph = &mut case.graph;
+        let op = Op::MatMul { ta: false, tb: true };
+        let logits = graph.push(op, &[x, gate], "logits").unwrap();
+        let chances = graph.softmax(logits, "chances").unwrap();
+        let (ids, shares) = router.shares(graph, chances);
+        let each = graph.reshape(x, &[rows, 1, k]).unwrap();
+        let results = graph.project_experts(each, w, ids).unwrap();
+        let y = graph.mix_experts(results, shares).unwrap();
+        let values = [x_values, gate_values, w_values, dy_values];
+        let expected = routed(&router, values.each_ref().map(Vec::as_slice), sizes);
+        let nothing = used == 1 && least < 1.0;
+        let largest = expected[1].iter().fold(0.0f64, |most, x| most.max(x.abs()));
+        assert_eq!(largest < 1e-12, nothing, "{largest}");
+        for cpu in devices() {
+            let got = case.gradients(&cpu, y, dy, &[x, gate, w]);
+            for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                assert!(got.len() == expected.len() && !got.is_empty());
+                for (got, expected) in got.iter().zip(expected) {
+                    // Of terms of about 1.
+                    let error = (f64::from(*got) - expected).abs();
+                    assert!(error <= 2e-6, "{used} used, {i}: {got} is not {expected}");
+                }
+            }
+        }
     }
 }
 

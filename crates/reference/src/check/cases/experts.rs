@@ -122,12 +122,11 @@ fn router(g: &mut CaseGraph, used: usize) -> Made {
         let p = graph.softmax(logits, "shares")?;
         let ids = graph.top_k(p, used, "ids")?;
         let chosen = graph.take(p, ids, "chosen")?;
-        if used == 1 {
-            // One share divided by itself is a constant: the gradient is that of the share.
-            return Ok((ids, chosen));
-        }
+        // One share divided by itself is a constant, whose gradient is zero but for rounding: of one
+        // the sum is clamped.
+        let least = if used == 1 { 2.0 } else { 6.1e-5 };
         let sum = graph.sum(chosen, &[1])?;
-        let sum = graph.clamp(sum, 6.1e-5, f32::INFINITY)?;
+        let sum = graph.clamp(sum, least, f32::INFINITY)?;
         let shares = graph.div(chosen, sum)?;
         Ok((ids, graph.affine(shares, 1.5, 0.0)?))
     };
