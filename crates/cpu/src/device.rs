@@ -292,11 +292,11 @@ impl<'r> Run<'r> {
             // SAFETY: `output` has checked the place, and the planner gives a result no storage
             // that an operand of its step has.
             let job = unsafe { Job::new(&step.op, &inputs, step.out.arg, to, self.isa) };
+            kernels::check(&job)
+                .map_err(|what| Fault::new(Code::IndexOutOfRange, &*step.name, what))?;
             if step.out.arg.shape.elements() == 0 {
                 continue;
             }
-            kernels::check(&job)
-                .map_err(|what| Fault::new(Code::IndexOutOfRange, &*step.name, what))?;
             arena.wrote(end);
             let tiles = kernels::tiles(&job);
             if begin >= tiles {

@@ -5,6 +5,7 @@
 
 use cpu::{Cpu, Family};
 use graph::*;
+use reference::check::{check_wide, op_names};
 use reference::{Leaves, Mode, Value, eval};
 
 /// What every operand takes in turn.
@@ -221,6 +222,31 @@ fn values_and_gradients_are_finite_where_the_true_ones_are() {
     let count = found.len();
     found.truncate(60);
     assert!(found.is_empty(), "{count} are not finite:\n{}", found.join("\n"));
+}
+
+/// The cases of every op with leaves that hold such numbers. `GRADUS_WIDE=N` runs each N times
+/// instead of once, `GRADUS_SEED=S` with others than those of seed 1, `GRADUS_OPS=NAME` those of
+/// ops whose name contains this.
+#[test]
+fn every_op_is_finite_where_the_true_values_are() {
+    let number = |variable: &str, default: u64| {
+        std::env::var(variable).map_or(default, |text| text.parse().unwrap())
+    };
+    let (rounds, seed) = (number("GRADUS_WIDE", 1), number("GRADUS_SEED", 1));
+    let ops = std::env::var("GRADUS_OPS").ok();
+    for (i, family) in Family::ALL.into_iter().filter(|f| f.is_available()).enumerate() {
+        let cpu = Cpu::new(1, Some(family)).unwrap();
+        // Each family has numbers of its own.
+        let report = check_wide(&cpu, seed + 1_000 * i as u64, rounds, ops.as_deref());
+        println!("{}\n{report}", family.name());
+        let count = report.failures.len();
+        let some: Vec<&str> = report.failures.iter().take(60).map(String::as_str).collect();
+        assert!(count == 0, "{}: {count} fail:\n{}", family.name(), some.join("\n"));
+        for op in op_names().filter(|_| ops.is_none()) {
+            let asked = report.asked.get(op).copied().unwrap_or_default();
+            assert!(asked > 50, "{}: {op} had {asked} elements to compare", family.name());
+        }
+    }
 }
 
 /// A row that counts nothing gives exactly zero, though its logits are not finite.

@@ -314,11 +314,11 @@ pub enum Op {
     ///
     /// `seqs[s] = (first, rows, cached)`: rows `first .. first + rows` are sequence `s` at
     /// positions `cached ..`; position `p < cached` is at page `table[s][p / page]`, slot
-    /// `p % page`. Rows of no sequence give zeros. Query head `h` reads key head
-    /// `h * Hkv / Hq`. Causal: a row sees its own and earlier positions, within the window and
-    /// the chunk. A logit is `scale * q . k`, capped, then biased; the softmax' denominator
-    /// also counts `exp(sink_h)`. Pages are f32, f16, bf16 or Q8_0 (blocks along the last
-    /// dimension).
+    /// `p % page`. Rows of no sequence give zeros; of a sequence of no rows nothing else is read.
+    /// Query head `h` reads key head `h * Hkv / Hq`. Causal: a row sees its own and earlier
+    /// positions, within the window and the chunk. A logit is `scale * q . k`, capped, then biased;
+    /// the softmax' denominator also counts `exp(sink_h)`. Pages are f32, f16, bf16 or Q8_0 (blocks
+    /// along the last dimension).
     Attention(AttentionAttrs),
     /// `(q, k, v, i seqs, f delta [T, Hq], f dout [T, Hq, Dv] [, sinks]
     /// [, k_pages, v_pages, table]) -> f [T*Hq*D + T*Hq]`: the gradient of `q`, then `lse`, the

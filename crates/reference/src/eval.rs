@@ -28,6 +28,25 @@ pub enum Mode {
 /// `Fault` naming the node: a leaf that has no value or one of another shape or kind, an index
 /// outside of its tensor, no memory. `Invalid` when a node is not of this graph.
 pub fn eval(graph: &Graph, leaves: &Leaves, wanted: &[NodeId], mode: Mode) -> Result<Vec<Value>> {
+    eval_with(graph, leaves, wanted, mode, &|_| {})
+}
+
+/// As [`eval`] in [`Mode::Exact`], with the result of every node rounded to f32.
+pub(crate) fn eval_stored(graph: &Graph, leaves: &Leaves, wanted: &[NodeId]) -> Result<Vec<Value>> {
+    eval_with(graph, leaves, wanted, Mode::Exact, &|value| {
+        if let Some(data) = value.as_floats_mut() {
+            data.iter_mut().for_each(|x| *x = f64::from(*x as f32));
+        }
+    })
+}
+
+fn eval_with(
+    graph: &Graph,
+    leaves: &Leaves,
+    wanted: &[NodeId],
+    mode: Mode,
+    made: &dyn Fn(&mut Value),
+) -> Result<Vec<Value>> {
     let mut live = vec![false; graph.len()];
     for id in wanted {
         match live.get_mut(id.index()) {
@@ -52,7 +71,9 @@ pub fn eval(graph: &Graph, leaves: &Leaves, wanted: &[NodeId], mode: Mode) -> Re
             }
             let dtypes: Vec<DType> = node.args.iter().map(|&a| graph.node(a).dtype).collect();
             let out = (node.dtype, node.shape);
-            Cow::Owned(compute(&node.op, &args, &dtypes, out, &node.name, mode)?)
+            let mut value = compute(&node.op, &args, &dtypes, out, &node.name, mode)?;
+            made(&mut value);
+            Cow::Owned(value)
         };
         values[id.index()] = Some(value);
     }

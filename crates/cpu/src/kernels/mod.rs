@@ -10,6 +10,8 @@ mod dropout;
 mod elementwise;
 #[cfg(test)]
 mod fences;
+#[cfg(test)]
+mod fuzz;
 mod indexing;
 mod layout;
 mod lora;

@@ -4,7 +4,7 @@ use gguf::TensorType;
 use graph::{Code, DType, Graph, Invalid, NodeId, Shape};
 use half::f16;
 
-use super::Rng;
+use super::{Rng, wide, wild};
 use crate::{Leaves, Value};
 
 /// What building a node gives.
@@ -47,7 +47,7 @@ impl Fill {
     /// 0.5 .. 1.5
     pub const POSITIVE: Fill = Fill::Between(0.5, 1.5);
 
-    fn draw(self, n: usize, rng: &mut Rng) -> Vec<f64> {
+    pub(super) fn draw(self, n: usize, rng: &mut Rng) -> Vec<f64> {
         let mut each = |one: &dyn Fn(&mut Rng) -> f64| (0..n).map(|_| one(rng)).collect();
         match self {
             Fill::Signed => each(&|rng| rng.sign() * rng.between(0.3, 1.7)),
@@ -117,6 +117,21 @@ pub struct Input {
     pub expected: Expected,
 }
 
+/// What leaves of random elements hold.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub(super) enum Draw {
+    /// What their [`Fill`] says.
+    Fills,
+    /// Numbers far out, at zero and below the normal ones, in some leaves: see
+    /// [`super::check_wide`].
+    Wide,
+    /// Anything, or, where it is `tame`, anything finite and small; see [`super::wild`].
+    Wild {
+        /// Whether all is finite and small.
+        tame: bool,
+    },
+}
+
 /// A graph under construction, with the values of its leaves.
 pub struct CaseGraph {
     /// The graph so far.
@@ -130,6 +145,7 @@ pub struct CaseGraph {
     op: &'static str,
     cotangent: Option<NodeId>,
     cotangent_fill: Fill,
+    pub(super) draw: Draw,
 }
 
 impl CaseGraph {
@@ -143,6 +159,7 @@ impl CaseGraph {
             op,
             cotangent: None,
             cotangent_fill: Fill::Signed,
+            draw: Draw::Fills,
         }
     }
 
@@ -155,7 +172,12 @@ impl CaseGraph {
     }
 
     fn random(&mut self, shape: Shape, fill: Fill) -> Result<Value, Invalid> {
-        let data = fill.draw(shape.elements(), &mut self.rng);
+        let (n, rng) = (shape.elements(), &mut self.rng);
+        let data = match self.draw {
+            Draw::Fills => fill.draw(n, rng),
+            Draw::Wide => wide::numbers(fill, n, rng),
+            Draw::Wild { tame } => (0..n).map(|_| wild::number(rng, tame)).collect(),
+        };
         Value::floats(shape, data)
     }
 
@@ -209,14 +231,33 @@ impl CaseGraph {
         let node = self.graph.weight(name, shape, dtype)?;
         match dtype {
             DType::Block(format) => {
-                let blocks = shape.elements() / format.block_len().max(1);
-                let bytes = (0..blocks).flat_map(|_| random_block(format, &mut self.rng)).collect();
+                let bytes = self.blocks(shape, format);
                 self.bind(node, name, bytes, self.refused())
             }
             _ => {
                 let bytes = self.random(shape, Fill::Signed)?.encode(dtype)?;
                 self.bind(node, name, bytes, Expected::Gradient)
             }
+        }
+    }
+
+    /// A leaf of blocks that is not resident. It refuses as a weight does.
+    pub(super) fn block_leaf(&mut self, name: &str, dims: &[usize], format: TensorType) -> Made {
+        let shape = Shape::new(dims)?;
+        let node = self.graph.leaf(name, shape, DType::Block(format))?;
+        let bytes = self.blocks(shape, format);
+        self.bind(node, name, bytes, self.refused())
+    }
+
+    /// Random blocks: of wild graphs, any bytes.
+    fn blocks(&mut self, shape: Shape, format: TensorType) -> Vec<u8> {
+        let blocks = shape.elements() / format.block_len().max(1);
+        match self.draw {
+            Draw::Wild { tame: false } => {
+                let bytes = blocks * format.block_bytes();
+                (0..bytes).map(|_| self.rng.next_u64() as u8).collect()
+            }
+            _ => (0..blocks).flat_map(|_| random_block(format, &mut self.rng)).collect(),
         }
     }
 
@@ -348,8 +389,13 @@ impl Case {
     /// # Errors
     /// As the graph's builder.
     pub fn build(&self, seed: u64) -> Result<(CaseGraph, NodeId), Invalid> {
+        self.build_of(seed, Draw::Fills)
+    }
+
+    pub(super) fn build_of(&self, seed: u64, draw: Draw) -> Result<(CaseGraph, NodeId), Invalid> {
         let label = format!("{}/{}", self.op, self.name);
         let mut graph = CaseGraph::new(self.op, Rng::new(seed, &label));
+        graph.draw = draw;
         let output = (self.build)(&mut graph)?;
         Ok((graph, output))
     }

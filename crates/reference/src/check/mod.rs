@@ -21,6 +21,8 @@ mod rule;
 mod run;
 #[cfg(test)]
 mod tests;
+mod wide;
+mod wild;
 
 use std::collections::HashSet;
 
@@ -32,6 +34,8 @@ pub use measure::{MOST_EXCUSED, Measure, Mismatch};
 pub use programs::{Placements, Programs, check_placed, check_programs};
 pub use report::{Failure, Nonconforming, OpReport, Report, Tally};
 pub use rng::Rng;
+pub use wide::{WideReport, check_wide};
+pub use wild::{Wild, wild};
 
 use crate::{Mode, eval};
 use rule::{Checked, Differentiate};

@@ -69,6 +69,11 @@ fn sequences(
         };
         let (first, rows, cached) =
             (place(0, "first row")?, place(1, "row count")?, place(2, "cached length")?);
+        if rows == 0 {
+            // Nothing is read of it.
+            all.push(Sequence { number, first, rows, cached: 0 });
+            continue;
+        }
         if first + rows > total {
             let end = first + rows;
             return Err(operands.outside(format!(

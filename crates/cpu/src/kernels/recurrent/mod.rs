@@ -127,7 +127,8 @@ fn sequence(seqs: &[i32], index: usize) -> Sequence {
     Sequence { index, first: entry[0] as usize, rows: entry[1] as usize }
 }
 
-/// Calls `zero` for every run of rows that are of no sequence.
+/// Calls `zero` for every run of rows that are of no sequence. One without rows may begin anywhere,
+/// also beyond the last.
 fn rows_of_none(seqs: &[i32], total: usize, mut zero: impl FnMut(Range<usize>)) {
     let mut row = 0;
     while row < total {
@@ -135,7 +136,7 @@ fn rows_of_none(seqs: &[i32], total: usize, mut zero: impl FnMut(Range<usize>)) 
         match holding {
             Some(s) => row = s.first + s.rows,
             None => {
-                let later = sequences(seqs).filter(|s| s.first > row);
+                let later = sequences(seqs).filter(|s| s.rows > 0 && s.first > row);
                 let next = later.map(|s| s.first).min().unwrap_or(total);
                 zero(row..next);
                 row = next;

@@ -20,12 +20,12 @@ struct Packing {
 const ONE: Packing = Packing { name: "one sequence", rows: 7, seqs: &[[0, 7, 0]] };
 /// Longer than a few segments between checkpoints.
 const LONG: Packing = Packing { name: "a long sequence", rows: 41, seqs: &[[0, 41, 9]] };
-/// Out of order, of lengths that are and are not squares, one empty, rows of none in front,
-/// between and behind.
+/// Out of order, of lengths that are and are not squares, one empty and beyond all rows, rows of
+/// none in front, between and behind.
 const PACKED: Packing = Packing {
     name: "packed",
     rows: 24,
-    seqs: &[[9, 5, 0], [1, 7, 3], [20, 0, 0], [16, 1, 0], [17, 4, 2]],
+    seqs: &[[9, 5, 0], [1, 7, 3], [90, 0, 0], [16, 1, 0], [17, 4, 2]],
 };
 const DECODE: Packing =
     Packing { name: "one row each", rows: 4, seqs: &[[1, 1, 5], [0, 1, 2], [3, 1, 0]] };
