@@ -1,9 +1,12 @@
 //! Maintenance commands of the workspace: `cargo xtask real [--quick]`,
-//! `cargo xtask mutants [NAME]...` and `cargo xtask mutate [--again] FILE...`.
+//! `cargo xtask seeds [FIRST-LAST]`, `cargo xtask mutants [NAME]...` and
+//! `cargo xtask mutate [--again] FILE...`.
 //!
 //! `real` runs the tests that need the real models of the catalogue (`docs/testing.md` says what
 //! they hold), and fails when a model is not on this machine; `--quick` covers the default model
-//! alone, and of what the binary holds only its perplexity. `mutants` plants the faults of
+//! alone, and of what the binary holds only its perplexity. `seeds` checks every gradient rule and
+//! every kernel with inputs of other seeds (twenty, where none are named) than the tests take by
+//! themselves. `mutants` plants the faults of
 //! `mutants/`, all or those whose name contains a NAME, and fails where the tests find one not.
 //! `mutate` tries every mutant that `cargo mutants` makes of some files, and more of unsafe functions
 //! and of the arithmetic of vectors.
@@ -12,10 +15,14 @@ mod mutants;
 mod mutate;
 mod schemata;
 
+use std::ffi::OsStr;
 use std::process::{Command, ExitCode};
 
-const USAGE: &str =
-    "usage: cargo xtask real [--quick] | mutants [NAME]... | mutate [--again] FILE...";
+const USAGE: &str = "usage: cargo xtask real [--quick] | seeds [FIRST-LAST] | \
+                     mutants [NAME]... | mutate [--again] FILE...";
+
+/// The seeds of `cargo xtask seeds`.
+const SEEDS: &str = "501-520";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -23,6 +30,8 @@ fn main() -> ExitCode {
     let result = match words.as_slice() {
         ["real"] => real(false),
         ["real", "--quick"] => real(true),
+        ["seeds"] => seeds(SEEDS),
+        ["seeds", which] => seeds(which),
         ["mutants", names @ ..] => mutants::run(names),
         ["mutate", "--again", files @ ..] if !files.is_empty() => mutate::run(files, true),
         ["mutate", files @ ..] if !files.is_empty() => mutate::run(files, false),
@@ -47,22 +56,34 @@ fn real(quick: bool) -> Result<(), String> {
     // Token goldens, then what the whole binary holds.
     let tokens = ["-p", "gradus-text", "--features", "real-models", "--test", "real_vocab"];
     let which: &[&str] = if quick { &["smollm2"] } else { &[] };
-    cargo(&models, &[&tokens[..], which].concat())?;
+    let home = hub::home().map_err(|e| e.to_string())?;
+    let environment = [("GRADUS_REAL", models.as_ref()), ("GRADUS_HOME", home.as_os_str())];
+    cargo(&environment, &[&tokens[..], which].concat())?;
     let ours = ["-p", "gradus", "--test", "real", "--", "--ignored", "--nocapture"];
     let which: &[&str] = if quick { &["perplexity"] } else { &["--test-threads", "1"] };
-    cargo(&models, &[&ours[..], which].concat())
+    cargo(&environment, &[&ours[..], which].concat())
 }
 
-/// Runs `cargo test --release` with these arguments, on these models.
-fn cargo(models: &str, args: &[&str]) -> Result<(), String> {
+/// Checks rules against differences, then kernels against f64, in every family of this machine.
+fn seeds(seeds: &str) -> Result<(), String> {
+    let environment = [("GRADUS_SEEDS", seeds.as_ref())];
+    let rules = ["-p", "gradus-reference", "--lib", "--", "--ignored", "--nocapture", "seeds"];
+    let kernels = ["-p", "gradus-cpu", "--test", "conformance", "--", "--nocapture"];
+    let rules = cargo(&environment, &rules);
+    // What fails in one is of interest beside what fails in the other.
+    cargo(&environment, &kernels).and(rules)
+}
+
+/// Runs `cargo test --release` with these arguments and variables.
+fn cargo(environment: &[(&str, &OsStr)], args: &[&str]) -> Result<(), String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let shown = format!("cargo test --release {}", args.join(" "));
-    println!("+ GRADUS_REAL={models} {shown}");
+    let set = environment.iter().map(|(name, value)| format!("{name}={} ", value.display()));
+    println!("+ {}{shown}", set.collect::<String>());
     let status = Command::new(cargo)
         .args(["test", "--release"])
         .args(args)
-        .env("GRADUS_REAL", models)
-        .env("GRADUS_HOME", hub::home().map_err(|e| e.to_string())?)
+        .envs(environment.iter().copied())
         .status()
         .map_err(|e| format!("cannot run {shown}: {e}"))?;
     if status.success() { Ok(()) } else { Err(format!("{shown} failed")) }
