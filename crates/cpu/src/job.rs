@@ -228,9 +228,20 @@ pub(crate) mod guards {
 /// them write is found, even where they write the same.
 #[cfg(test)]
 pub(crate) mod parts {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
     use std::sync::Mutex;
 
     use super::Job;
+
+    thread_local! {
+        static TILES: RefCell<BTreeMap<&'static str, usize>> = const { RefCell::new(BTreeMap::new()) };
+    }
+
+    /// The most tiles that a step of an op had in this thread's runs.
+    pub(crate) fn most_tiles() -> BTreeMap<&'static str, usize> {
+        TILES.with_borrow(Clone::clone)
+    }
 
     /// Bytes that may be looked at in all: results of many tiles are long.
     const MOST: usize = 64 << 20;
@@ -257,6 +268,10 @@ pub(crate) mod parts {
     impl Parts {
         pub(crate) fn new(job: &Job<'_>, begin: usize, tiles: usize, threads: usize) -> Parts {
             let bytes = job.out.shape.bytes(job.out.dtype).unwrap_or(0);
+            TILES.with_borrow_mut(|all| {
+                let most = all.entry(job.op.name()).or_default();
+                *most = tiles.max(*most);
+            });
             let looks = threads == 1 && tiles > 1 && tiles.saturating_mul(bytes) <= MOST;
             let written = looks.then(|| Mutex::new(vec![false; bytes]));
             let parts = Parts { to: job.to, written, name: job.op.name() };

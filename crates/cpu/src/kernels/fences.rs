@@ -6,6 +6,7 @@
 use graph::vjp;
 use reference::check::{Expected, cases, op_names};
 
+use crate::job::parts::most_tiles;
 use crate::testing::{Case, Random, devices};
 
 #[test]
@@ -42,4 +43,9 @@ fn every_op_stays_inside_of_its_memory_and_has_one_result() {
         }
     }
     assert!(ran > 0);
+    let single: Vec<_> = most_tiles().into_iter().filter(|(_, tiles)| *tiles < 2).collect();
+    assert!(
+        single.is_empty() || !ops.is_empty(),
+        "ops whose cases have no more than a tile: {single:?}"
+    );
 }

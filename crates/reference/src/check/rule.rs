@@ -19,6 +19,10 @@ const ALL_ELEMENTS: usize = 64;
 const SOME_ELEMENTS: usize = 40;
 const DIRECTIONS: usize = 4;
 
+/// Of inputs longer than this fewer: they are there for the tiles of devices.
+const LONG: usize = 4096;
+const OF_LONG: (usize, usize) = (4, 1);
+
 /// How far an input of size 1 moves, and twice as far: f64 rounding divided by the step, and the
 /// fourth power of the step, are both far below the bound.
 const STEP: f64 = 1e-4;
@@ -104,8 +108,9 @@ fn gradient(
     let mut derivative = |way: &Way| difference(case, output, cotangent, leaf, way, &mut leaves);
     let mut measure = Measure::default();
     let mut chosen: BTreeSet<usize> = (0..if n > ALL_ELEMENTS { 0 } else { n }).collect();
+    let (some, directions) = if n > LONG { OF_LONG } else { (SOME_ELEMENTS, DIRECTIONS) };
     // None twice: one that cancels would be excused as often.
-    while n > ALL_ELEMENTS && chosen.len() < SOME_ELEMENTS {
+    while n > ALL_ELEMENTS && chosen.len() < some {
         chosen.insert(rng.below(n));
     }
     let mut expected = Vec::with_capacity(chosen.len());
@@ -116,7 +121,7 @@ fn gradient(
     measure.compare(&got, &expected, RULE_BOUND);
     if n > ALL_ELEMENTS {
         let (mut got, mut expected) = (Vec::new(), Vec::new());
-        for _ in 0..DIRECTIONS {
+        for _ in 0..directions {
             let direction: Vec<f64> = (0..n).map(|_| rng.between(-1.0, 1.0)).collect();
             got.push(grad.iter().zip(&direction).map(|(g, d)| g * d).sum());
             expected.push(derivative(&Way::Direction(direction))?);

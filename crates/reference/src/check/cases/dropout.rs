@@ -2,6 +2,7 @@
 
 use graph::{Dropout, Op};
 
+use super::TILES;
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
 /// The two numbers of each of so many rows: some small, one with the highest bit.
@@ -32,6 +33,10 @@ pub fn dropout(c: &mut Cases) {
             });
         }
     }
+    c.add("more rows than a tile holds", |g| {
+        let x = g.float("x", TILES, Fill::Signed)?;
+        dropped(g, x, 0.4, 3)
+    });
     for p in [0.0, 1e-7, 0.95] {
         c.add(format!("p {p}"), move |g| {
             let x = g.float("x", &[12, 70], Fill::Signed)?;

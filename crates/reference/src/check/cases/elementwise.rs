@@ -2,6 +2,7 @@
 
 use graph::{Binary, GluKind, GluOperand, Op, Real, Shape, Unary};
 
+use super::TILES;
 use crate::check::{CaseGraph, Cases, Expected, Fill, View};
 
 /// Where a function is checked: where it has a value, and its derivative is not near 0.
@@ -60,6 +61,10 @@ pub fn unary(c: &mut Cases, f: Unary) {
             });
         }
     }
+    c.add("more than a tile holds", move |g| {
+        let x = g.float("x", TILES, domain(f))?;
+        g.graph.unary(f, x)
+    });
     c.add("twice", move |g| {
         // Two uses of one value: their gradients are added.
         let x = g.float("x", &[4, 6], domain(f))?;
@@ -77,6 +82,10 @@ pub fn extreme(c: &mut Cases, f: Binary) {
             g.graph.push(Op::Binary(f), &[a, b], "y")
         });
     }
+    c.add("more than a tile holds", move |g| {
+        let (a, b) = (g.float("a", TILES, left_fill)?, g.float("b", TILES, right_fill)?);
+        g.graph.push(Op::Binary(f), &[a, b], "y")
+    });
     for (left, right) in BROADCASTS {
         c.add(format!("{left:?} with {right:?}"), move |g| {
             g.cotangents(Fill::POSITIVE);
@@ -115,6 +124,10 @@ pub fn clamp(c: &mut Cases) {
             });
         }
     }
+    c.add("more than a tile holds", |g| {
+        let x = g.float("x", TILES, BESIDE_BOUNDS)?;
+        g.graph.clamp(x, -1.0, 1.0)
+    });
     for (source, cotangent) in strides() {
         c.add(format!("{source:?}, cotangent {cotangent:?}"), move |g| {
             sums_of_repeated(g, source);
@@ -137,6 +150,12 @@ pub fn clamp_back(c: &mut Cases) {
             });
         }
     }
+    c.add("more than a tile holds", |g| {
+        let x = g.float("x", TILES, BESIDE_BOUNDS)?;
+        let dy = g.float("dy", TILES, Fill::Signed)?;
+        g.expect_all(g.refused());
+        g.graph.push(Op::ClampBack { min: (-1.0).into(), max: 1.0.into() }, &[x, dy], "y")
+    });
     c.add("at the bounds, which are outside", |g| {
         let x = g.given("x", &[5], &[-1.0, 1.0, 0.5, -2.0, 0.0])?;
         let dy = g.float("dy", &[5], Fill::Signed)?;
@@ -147,7 +166,7 @@ pub fn clamp_back(c: &mut Cases) {
 
 pub fn fill(c: &mut Cases) {
     for value in [0.0, 1.0, -2.5] {
-        for dims in SHAPES {
+        for dims in SHAPES.into_iter().chain([TILES]) {
             c.add(format!("{value} {dims:?}"), move |g| {
                 let x = g.float("x", dims, Fill::Signed)?;
                 let constant = g.graph.fill(value, Shape::new(dims)?)?;
@@ -203,7 +222,7 @@ const BROADCASTS: [(&[usize], &[usize]); 14] = [
 ];
 
 pub fn binary(c: &mut Cases, f: Binary) {
-    for dims in SHAPES {
+    for dims in SHAPES.into_iter().chain([TILES]) {
         c.add(format!("{dims:?}"), move |g| {
             let (a, b) = (g.float("a", dims, Fill::Signed)?, g.float("b", dims, Fill::Signed)?);
             g.graph.push(Op::Binary(f), &[a, b], "y")
@@ -265,7 +284,7 @@ fn gate_domain(kind: GluKind) -> Fill {
 }
 
 pub fn glu(c: &mut Cases, kind: GluKind) {
-    for dims in [&[1, 1][..], &[1, 8], &[3, 5], &[4, 32], &[2, 3, 17], &[64]] {
+    for dims in [&[1, 1][..], &[1, 8], &[3, 5], &[4, 32], &[2, 3, 17], &[64], TILES] {
         c.add(format!("{dims:?}"), move |g| {
             let gate = g.float("gate", dims, gate_domain(kind))?;
             let up = g.float("up", dims, Fill::Signed)?;
@@ -338,7 +357,7 @@ pub fn glu_back(c: &mut Cases, kind: GluKind) {
                 g.graph.push(Op::GluBack { kind: oai(1.5), wrt }, &[gate, up, dy], "y")
             });
         }
-        for dims in [&[1, 8][..], &[3, 5], &[2, 3, 17]] {
+        for dims in [&[1, 8][..], &[3, 5], &[2, 3, 17], TILES] {
             c.add(format!("{wrt:?} {dims:?}"), move |g| {
                 let gate = g.float("gate", dims, gate_domain(kind))?;
                 let up = g.float("up", dims, Fill::Signed)?;

@@ -3,12 +3,19 @@
 use gguf::TensorType;
 use graph::{DType, Op, Order};
 
+use super::TILES;
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
 /// What ids look like: all different, repeated, the first and the last, one.
 const IDS: [&[i32]; 5] = [&[2, 0, 4], &[1, 1, 3, 1], &[0, 4], &[4], &[4, 3, 2, 1, 0, 0, 1, 2]];
 
 pub fn gather(c: &mut Cases) {
+    c.add("more rows than a tile holds", |g| {
+        g.cotangents(Fill::POSITIVE);
+        let table = g.float("table", &[9, 150], Fill::POSITIVE)?;
+        let ids = some_ids(g, &[60], 9)?;
+        g.graph.gather(table, ids, "y")
+    });
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for ids in IDS {
             for cols in [1, 6, 33] {
@@ -150,6 +157,11 @@ fn some_ids(g: &mut CaseGraph, dims: &[usize], rows: i32) -> Made {
 const APART: Fill = Fill::Apart(0.1);
 
 pub fn top_k(c: &mut Cases) {
+    c.add("more rows than a tile holds", |g| {
+        let x = g.float("x", TILES, APART)?;
+        let at = g.graph.top_k(x, 40, "places")?;
+        g.graph.take(x, at, "y")
+    });
     for dims in [&[7][..], &[1, 5], &[3, 8], &[2, 3, 33], &[4, 128]] {
         let n = dims[dims.len() - 1];
         for k in [1, 2, n] {
@@ -206,6 +218,9 @@ pub fn scatter_add(c: &mut Cases) {
         let ids = g.ints("ids", &[ids.len()], ids)?;
         g.graph.push(Op::ScatterAdd { rows }, &[ids, x], "y")
     };
+    c.add("more rows than a tile holds", move |g| {
+        scatter(g, 60, &[59, 3, 55, 3, 0, 54, 53, 59], 150)
+    });
     for ids in IDS {
         for rows in [5, 8, 19] {
             for cols in [1, 6, 33] {

@@ -2,6 +2,7 @@
 
 use graph::{Code, DType, Op, Shape};
 
+use super::TILES;
 use crate::check::{Cases, Expected, Fill, View};
 
 pub fn leaf(c: &mut Cases) {
@@ -66,7 +67,7 @@ pub fn sum(c: &mut Cases) {
 }
 
 pub fn cum_sum(c: &mut Cases) {
-    for dims in [&[9][..], &[4, 6], &[1, 40], &[33, 3], &[2, 3, 5], &[2, 3, 4, 20]] {
+    for dims in [&[9][..], &[4, 6], &[1, 40], &[33, 3], &[2, 3, 5], &[2, 3, 4, 20], TILES] {
         for dim in 0..dims.len() {
             for reverse in [false, true] {
                 c.add(format!("{dims:?} along {dim}, reverse {reverse}"), move |g| {

@@ -2,6 +2,7 @@
 
 use graph::{CrossEntropyAttrs, DType, NodeId, Op, Projected};
 
+use super::TILES;
 use super::softmax::FAR_BELOW;
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
@@ -163,6 +164,11 @@ pub fn cross_entropy(c: &mut Cases) {
             g.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "y")
         });
     }
+    c.add("more rows than a tile holds", |g| {
+        let logits = g.float("logits", TILES, Fill::Between(-2.0, 2.0))?;
+        let labels = g.ints("labels", &[60], &many_labels())?;
+        g.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "y")
+    });
     c.add("no row counts", |g| {
         let logits = g.float("logits", &[3, 6], Fill::Signed)?;
         let labels = g.ints("labels", &[3], &[-1, -1, -1])?;
@@ -189,6 +195,11 @@ pub fn cross_entropy(c: &mut Cases) {
             g.graph.push(Op::CrossEntropy(CrossEntropyAttrs::PLAIN), &[logits, labels], "y")
         });
     }
+}
+
+/// Labels of 60 rows, some of none.
+fn many_labels() -> [i32; 60] {
+    std::array::from_fn(|i| if i % 7 == 3 { -1 } else { (i * 37 % 150) as i32 })
 }
 
 fn back(g: &mut CaseGraph, vocab: usize, labels: &[i32], zero: Option<usize>) -> Made {
@@ -244,5 +255,6 @@ pub fn cross_entropy_back(c: &mut Cases) {
     for label in [6, i32::MAX] {
         c.add_outside(format!("label {label} of 6"), move |g| back(g, 6, &[0, label, 3], None));
     }
+    c.add("more rows than a tile holds", |g| back(g, 150, &many_labels(), None));
     c.add("a cotangent of 0", |g| back(g, 6, &[0, 5, 3, 2], Some(2)));
 }

@@ -18,6 +18,9 @@ use graph::{Binary, GluKind, NormKind, Op, Unary};
 use super::case::{Case, Cases};
 use elementwise::OAI;
 
+/// More rows and elements than a tile of a kernel takes, which ends within a row where it may.
+const TILES: &[usize] = &[60, 150];
+
 /// Makes the list of ops with their cases, and a match that does not compile when a variant of
 /// [`Op`] is missing from it.
 macro_rules! ops {

@@ -2,10 +2,11 @@
 
 use graph::{NormKind, NormOperand, Op, RopeAngles, RopeStyle, Sections, Yarn};
 
+use super::TILES;
 use crate::check::{Cases, Expected, Fill, View};
 
-const SHAPES: [&[usize]; 7] =
-    [&[40], &[1, 48], &[5, 17], &[3, 64], &[2, 3, 16], &[2, 2, 2, 9], &[70, 9]];
+const SHAPES: [&[usize]; 8] =
+    [&[40], &[1, 48], &[5, 17], &[3, 64], &[2, 3, 16], &[2, 2, 2, 9], &[70, 9], TILES];
 
 pub fn rms_norm(c: &mut Cases) {
     for eps in [1e-6, 1e-2] {
@@ -148,6 +149,10 @@ pub fn rope_table(c: &mut Cases) {
         let factors = g.graph.reshape(factors, &[4])?;
         g.graph.push(Op::RopeTable(angles(8, 1.0, true)), &[pos, factors], "y")
     });
+    c.add("more positions than a tile holds", |g| {
+        let pos = g.ints("pos", &[60], &std::array::from_fn::<i32, 60, _>(|t| t as i32))?;
+        g.graph.push(Op::RopeTable(angles(8, 1.0, false)), &[pos], "y")
+    });
     for dims in [2, 8, 64] {
         for freq_scale in [1.0, 0.25] {
             for factors in [false, true] {
@@ -216,7 +221,9 @@ fn rope_variants(c: &mut Cases) {
 pub fn rope(c: &mut Cases) {
     for style in [RopeStyle::Interleaved, RopeStyle::Halves] {
         for inverse in [false, true] {
-            for (heads, width, dims) in [(1, 8, 8), (3, 8, 4), (2, 16, 16), (2, 10, 6), (4, 64, 64)]
+            // Of the last a tile holds six rows.
+            for (heads, width, dims) in
+                [(1, 8, 8), (3, 8, 4), (2, 16, 16), (2, 10, 6), (4, 64, 64), (20, 64, 64)]
             {
                 let back = if inverse { " backwards" } else { "" };
                 let name = format!("{style:?}{back}, {dims} of {width}, {heads} heads");

@@ -4,6 +4,7 @@
 use gguf::TensorType;
 use graph::{AttentionAttrs, DType, Op};
 
+use super::TILES;
 use super::attention::plain;
 use crate::check::{Cases, Expected, Fill, View};
 
@@ -11,7 +12,7 @@ const Q8_0: DType = DType::Block(TensorType::Q8_0);
 
 pub fn cast(c: &mut Cases) {
     for dtype in [DType::F16, DType::BF16] {
-        for dims in [&[7][..], &[3, 5], &[2, 3, 32]] {
+        for dims in [&[7][..], &[3, 5], &[2, 3, 32], TILES] {
             c.add(format!("f32 to {dtype} and back {dims:?}"), move |g| {
                 let x = g.float("x", dims, Fill::Signed)?;
                 let x = g.graph.cast(x, dtype)?;
@@ -53,7 +54,7 @@ pub fn cast(c: &mut Cases) {
 
 pub fn round(c: &mut Cases) {
     for dtype in [DType::F32, DType::F16, DType::BF16, Q8_0] {
-        for dims in [&[1, 32][..], &[3, 64], &[2, 2, 96]] {
+        for dims in [&[1, 32][..], &[3, 64], &[2, 2, 96], &[60, 160]] {
             c.add(format!("{dtype} {dims:?}"), move |g| {
                 let x = g.float("x", dims, Fill::Between(-3.0, 3.0))?;
                 g.graph.push(Op::Round { dtype }, &[x], "y")
@@ -83,7 +84,7 @@ pub fn round(c: &mut Cases) {
 }
 
 pub fn quantize_rows(c: &mut Cases) {
-    for (rows, cols) in [(1, 32), (3, 64), (2, 256)] {
+    for (rows, cols) in [(1, 32), (3, 64), (2, 256), (60, 160)] {
         for format in [TensorType::Q8_0, TensorType::Q4_0] {
             c.add(format!("[{rows}, {cols}] times {format}"), move |g| {
                 let x = g.float("x", &[rows, cols], Fill::Between(-3.0, 3.0))?;

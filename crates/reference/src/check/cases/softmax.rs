@@ -2,6 +2,7 @@
 
 use graph::{Op, SoftmaxAttrs};
 
+use super::TILES;
 use crate::check::{CaseGraph, Cases, Expected, Fill, Made, View};
 
 /// Logits whose exponentials are zero in f32, unless the largest is taken off before.
@@ -73,7 +74,7 @@ fn views() -> impl Iterator<Item = View> {
 }
 
 pub fn softmax(c: &mut Cases) {
-    for dims in [&[1][..], &[33], &[2, 16], &[7, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
+    for dims in [&[1][..], &[33], &[2, 16], &[7, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17], TILES] {
         c.add(format!("{dims:?}"), move |g| {
             let x = g.float("x", dims, Fill::Between(-2.0, 2.0))?;
             g.graph.softmax(x, "y")
@@ -169,7 +170,7 @@ pub fn softmax_back(c: &mut Cases) {
     for view in [View::Plain].into_iter().chain(View::STRIDED) {
         c.add(format!("{view:?}"), move |g| back(g, view));
     }
-    for dims in [&[165][..], &[5, 33], &[2, 3, 4, 5]] {
+    for dims in [&[165][..], &[5, 33], &[2, 3, 4, 5], TILES] {
         c.add(format!("{dims:?}"), move |g| {
             let y = g.float("y", dims, shares(dims.last().map_or(1, |n| *n)))?;
             let dy = g.float("dy", dims, Fill::Signed)?;
@@ -209,7 +210,7 @@ fn softmax_sink_back_views(c: &mut Cases) {
 }
 
 pub fn log_softmax(c: &mut Cases) {
-    for dims in [&[33][..], &[2, 16], &[7, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17]] {
+    for dims in [&[33][..], &[2, 16], &[7, 5], &[4, 33], &[2, 3, 40], &[2, 2, 3, 17], TILES] {
         c.add(format!("{dims:?}"), move |g| {
             let x = g.float("x", dims, Fill::Between(-2.0, 2.0))?;
             g.graph.push(Op::LogSoftmax, &[x], "y")
