@@ -89,6 +89,8 @@ codes! {
     MergeErases = "merge_erases", Refusal;
     /// A number is not finite.
     NonFinite = "non_finite", Fault;
+    /// A training run moved some of its targets not at all.
+    DeadAdapters = "dead_adapters", Fault;
     /// An index operand points outside of its tensor.
     IndexOutOfRange = "index_out_of_range", Fault;
     /// A file of a run could not be read or written.

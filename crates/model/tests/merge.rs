@@ -2,11 +2,12 @@
 //! the adapter.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
 
+use std::borrow::Cow;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gguf::{Gguf, TensorType};
+use gguf::{Gguf, TensorInfo, TensorType, Value};
 use graph::{Code, DType};
 use model::toy::Toy;
 use model::{
@@ -226,4 +227,136 @@ fn what_a_type_cannot_hold_is_refused() {
     assert!(!out.0.exists());
     let report = run(&file.0, &adapter, &out.0, &config(Some(TensorType::F32)));
     assert!(report.is_ok());
+}
+
+/// PRIOR-ART C29: of a stack of experts the rank was read from the wrong dimension, and the merge
+/// was too strong. Here neither rank, experts nor alpha are alike, and every weight of every expert
+/// is compared with what it should be.
+#[test]
+fn bug_29_stacks_of_experts_are_merged_with_their_own_rank() {
+    let (rank, experts, alpha) = (3, 8, 12.0);
+    let (base, out, saved) =
+        (Temporary::new("stack-base"), Temporary::new("stack"), Temporary::new("stack-adapter"));
+    Toy::new("qwen3moe", TensorType::F32, 3).write(&base.0).unwrap();
+    let device = Arc::new(cpu::Cpu::new(1, None).unwrap());
+    let model = Model::load(&base.0, device).unwrap();
+    let targets = model.projections().keys().filter(|name| name.contains("_exps."));
+    let pairs = targets.map(|t| (t.as_str(), rank));
+    let mut adapter = Adapter::fresh(&model, pairs, alpha, 1).unwrap();
+    let mut random = Random::new(9);
+    for pair in adapter.tensors.values_mut() {
+        pair.b.iter_mut().for_each(|b| *b = 0.1 * random.normal());
+        assert_eq!(pair.scale, 4.0);
+    }
+    // As people have it: read from a file.
+    adapter.write(&saved.0, &model).unwrap();
+    let read = Adapter::read(&saved.0, &model).unwrap();
+    assert_eq!(run(&base.0, &read, &out.0, &config(None)).unwrap().len(), 6);
+    let merged = Gguf::open(&out.0).unwrap();
+    for (name, pair) in &adapter.tensors {
+        let before = model.read_f32(name).unwrap();
+        let after = merged.require(name).unwrap().to_f32().unwrap();
+        let (width, rows) = (pair.a.len() / experts / rank, pair.b.len() / experts / rank);
+        assert_eq!(before.len(), experts * rows * width);
+        let mut expected = Vec::with_capacity(before.len());
+        for e in 0..experts {
+            for row in 0..rows {
+                for k in 0..width {
+                    let ba = (0..rank).map(|r| {
+                        let a = f64::from(pair.a[(e * rank + r) * width + k]);
+                        f64::from(pair.b[(e * rows + row) * rank + r]) * a
+                    });
+                    let w = f64::from(before[(e * rows + row) * width + k]);
+                    expected.push(w + 4.0 * ba.sum::<f64>());
+                }
+            }
+        }
+        let (error, change) = (relative_l2(&after, &expected), relative_l2(&before, &expected));
+        assert!(error < 1e-7 && change > 0.1, "{name}: {error:e} of a change of {change}");
+    }
+}
+
+/// PRIOR-ART C30: the key that says how tensors are aligned was copied, the alignment was not, and
+/// the file loaded nowhere.
+#[test]
+fn bug_30_a_merged_file_is_aligned_as_it_says() {
+    const ALIGNMENT: usize = 64;
+    // Vectors of 96 bytes: where tensors are all multiples of 64, nothing would show.
+    let narrow = Toy { width: 24, ffn: 40, ..Toy::new("llama", TensorType::F16, 3) };
+    let file = Gguf::from_bytes("toy.gguf", narrow.gguf().unwrap()).unwrap();
+    let mut metadata = file.metadata().clone();
+    metadata.insert("general.alignment", Value::U32(ALIGNMENT as u32));
+    let tensors = file.tensors().map(|t| (t.info.clone(), Cow::Borrowed(t.bytes)));
+    let tensors: Vec<(TensorInfo, Cow<'_, [u8]>)> = tensors.collect();
+    let (aligned, out) = (Temporary::new("aligned-base"), Temporary::new("aligned"));
+    fs::write(&aligned.0, gguf::encode(&metadata, tensors).unwrap()).unwrap();
+    let model = Model::load(&aligned.0, Arc::new(cpu::Cpu::new(1, None).unwrap())).unwrap();
+    let targets = ["blk.0.attn_q.weight", "blk.1.ffn_up.weight"].map(|target| (target, 2));
+    let mut adapter = Adapter::fresh(&model, targets, 4.0, 1).unwrap();
+    let mut random = Random::new(9);
+    for pair in adapter.tensors.values_mut() {
+        pair.b.iter_mut().for_each(|b| *b = 0.1 * random.normal());
+    }
+    let report = run(&aligned.0, &adapter, &out.0, &config(None)).unwrap();
+    assert_eq!(report.len(), adapter.tensors.len());
+    let merged = Gguf::open(&out.0).unwrap();
+    assert_eq!(merged.metadata().u32("general.alignment").unwrap() as usize, ALIGNMENT);
+    // Where they really are.
+    let bytes = fs::read(&out.0).unwrap();
+    let find = |of: &[u8]| bytes.windows(of.len()).position(|w| w == of).unwrap();
+    let mut at = Vec::new();
+    for tensor in merged.tensors() {
+        // Vectors of ones are found elsewhere.
+        if tensor.bytes.chunks(4).all(|x| x == &tensor.bytes[..4]) {
+            continue;
+        }
+        let start = find(&tensor.bytes[..tensor.bytes.len().min(256)]);
+        assert_eq!(start % ALIGNMENT, 0, "{} at {start}", tensor.info.name);
+        at.push(start);
+    }
+    assert!(at.len() > 10, "{} tensors are found", at.len());
+    // And it loads.
+    let tokens: Vec<u32> = (0..24).map(|i| i * 7 % 320).collect();
+    let (merged, with) =
+        (logits(&out.0, None, &tokens), logits(&aligned.0, Some(&adapter), &tokens));
+    assert!(far(&merged, &with) < far(&merged, &logits(&aligned.0, None, &tokens)));
+}
+
+/// FIELD-REPORTS F56: merging into a base of four bits changed what the model says, without a word.
+/// The merge says of every tensor what is lost, as it is; and in half precision it loses next to
+/// nothing.
+#[test]
+fn f56_a_merge_reports_what_requantization_loses() {
+    let (base, adapter) = toy("report", "llama", TensorType::Q4_0, 0.5);
+    let tokens: Vec<u32> = (0..24).map(|i| i * 7 % 320).collect();
+    let with = logits(&base.0, Some(&adapter), &tokens);
+    let model = Gguf::open(&base.0).unwrap();
+    let mut off = Vec::new();
+    for (ty, most) in [(None, 0.3), (Some(TensorType::F16), 1e-2), (Some(TensorType::F32), 1e-6)] {
+        let out = Temporary::new("report");
+        let report = run(&base.0, &adapter, &out.0, &config(ty)).unwrap();
+        assert_eq!(report.len(), adapter.tensors.len());
+        let merged = Gguf::open(&out.0).unwrap();
+        for t in &report {
+            let pair = &adapter.tensors[&t.name];
+            let before = model.require(&t.name).unwrap().to_f32().unwrap();
+            let after = merged.require(&t.name).unwrap().to_f32().unwrap();
+            let (rank, width) = (pair.rank, pair.a.len() / pair.rank);
+            let (mut error, mut change) = (0.0, 0.0);
+            for (i, (&before, &after)) in before.iter().zip(&after).enumerate() {
+                let (row, k) = (i / width, i % width);
+                let ba = (0..rank)
+                    .map(|r| f64::from(pair.b[row * rank + r]) * f64::from(pair.a[r * width + k]));
+                let delta = f64::from(pair.scale) * ba.sum::<f64>();
+                change += delta * delta;
+                error += (f64::from(after) - f64::from(before) - delta).powi(2);
+            }
+            let error = (error / change).sqrt();
+            assert!((t.error - error).abs() < 1e-4 * error + 1e-7, "{t:?}: {error}");
+            assert!(t.error < most && (ty.is_some() || t.error > 0.01), "{t:?}");
+        }
+        off.push(far(&logits(&out.0, None, &tokens), &with));
+    }
+    assert!(off[0] > 0.0);
+    println!("logits are off by {off:?}");
 }

@@ -69,9 +69,9 @@ impl From<train::Error> for Error {
             train::Error::Data(message) => Error::new(Code::BadData, message),
             train::Error::File(message) => Error::new(Code::FileFailed, message),
             train::Error::Setting(message) => Error::new(Code::InvalidInput, message),
-            train::Error::Stopped(message) | train::Error::NotFinite(message) => {
-                Error::new(Code::NonFinite, message)
-            }
+            train::Error::Stopped(message) => Error::new(Code::Internal, message),
+            train::Error::DeadAdapters(message) => Error::new(Code::DeadAdapters, message),
+            train::Error::NotFinite(message) => Error::new(Code::NonFinite, message),
             train::Error::Model(e) => e.into(),
         }
     }

@@ -177,7 +177,7 @@ impl Snapshot {
             "last_loss": bits(*last_loss),
             "best": best.map(|(step, loss, since)| [step, bits(loss), since]),
             "due": due,
-            "moved": moved.0,
+            "moved": moved.to_json(),
         })
     }
 
@@ -194,12 +194,6 @@ impl Snapshot {
             model: number("model")?,
             family: header.get("family")?.as_str()?.to_string(),
         };
-        let flags = |list: &Value| -> Option<Vec<bool>> {
-            list.as_array()?.iter().map(Value::as_bool).collect()
-        };
-        let moved = header.get("moved")?.as_object()?.iter();
-        let moved: Option<BTreeMap<String, Vec<bool>>> =
-            moved.map(|(name, list)| Some((name.clone(), flags(list)?))).collect();
         let (next, sums) = (list("next", 2)?, list("epoch_loss", 2)?);
         let best = match header.get("best")? {
             Value::Null => None,
@@ -215,7 +209,7 @@ impl Snapshot {
             last_loss: f64::from_bits(number("last_loss")?),
             best: best.map(|b| (at(&b, 0), float(&b, 1), at(&b, 2))),
             due: header.get("due")?.as_bool()?,
-            moved: Moved(moved?),
+            moved: Moved::parse(header.get("moved")?)?,
         };
         Some((identity, cursor))
     }

@@ -12,9 +12,12 @@ pub enum Error {
     /// A setting, naming the field and what is expected.
     #[error("{0}")]
     Setting(String),
-    /// A parameter that did not move, or a broken assumption, naming step and tensor.
+    /// A broken assumption, naming what is missing or does not fit.
     #[error("{0}")]
     Stopped(String),
+    /// Targets that no gradient moved, by name.
+    #[error("{0}")]
+    DeadAdapters(String),
     /// A number that is not finite, naming the step, and where it can be told the op and node
     /// that gave it first.
     #[error("{0}")]
@@ -30,7 +33,9 @@ impl Error {
         match self {
             Error::Data(_) | Error::Setting(_) => 1,
             Error::File(_) => graph::Code::FileFailed.exit_code(),
-            Error::Stopped(_) | Error::NotFinite(_) => graph::Code::NonFinite.exit_code(),
+            Error::Stopped(_) => graph::Code::Internal.exit_code(),
+            Error::DeadAdapters(_) => graph::Code::DeadAdapters.exit_code(),
+            Error::NotFinite(_) => graph::Code::NonFinite.exit_code(),
             Error::Model(e) => e.exit_code(),
         }
     }

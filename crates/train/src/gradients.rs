@@ -549,6 +549,19 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             Course::Walk(walk) => self.gradient_of(walk.run()?, index, to),
         }
     }
+
+    /// Marks the experts of parameter `index` that rows with loss chose, in a pass that has come to
+    /// where gradients are to be taken; all of a parameter that is no stack of experts. Rows without
+    /// loss are not counted: what they compute need not reach the loss.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn chosen(&self, pass: &Pass, index: usize, marks: &mut [bool]) -> Result<()> {
+        match &pass.course {
+            Course::Whole(run) => self.chosen_of(run, index, marks),
+            Course::Walk(walk) => self.chosen_of(walk.run()?, index, marks),
+        }
+    }
 }
 
 /// How many tokens of a window carry loss.
@@ -649,6 +662,12 @@ impl Parameters {
         }
         names.extend(self.weights.keys().cloned());
         names
+    }
+
+    /// The matrices that one of [`Parameters::names`] is of, unless it is a tensor of the model.
+    pub(crate) fn pair(&self, name: &str) -> Option<&model::LoraTensor> {
+        let (target, _) = name.strip_prefix("0:")?.rsplit_once('.')?;
+        self.adapter.as_ref()?.tensors.get(target)
     }
 
     /// The values of one of [`Parameters::names`], to be moved.

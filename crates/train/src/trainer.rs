@@ -10,7 +10,7 @@ use model::{Adapter, Model};
 use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
 use crate::epochs::Epochs;
 use crate::held_out::HeldOut;
-use crate::moved::Moved;
+use crate::moved::{Moved, Summary};
 use crate::step::{Step, Stepped, total_weight};
 use crate::{
     Checkpoints, Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig,
@@ -99,7 +99,8 @@ pub struct Outcome {
     pub last_loss: f64,
     /// Targets (pairs by their B, and own tensors) that have moved, of all.
     pub moved: (usize, usize),
-    /// Experts of targets that have moved of which none was chosen by any row: `TARGET[EXPERT]`.
+    /// Experts of targets that have moved which themselves have not, since no token with loss chose
+    /// them: `TARGET[EXPERT]`.
     pub unrouted: Vec<String>,
     /// The step the result is of, and its evaluation, where the best one is kept.
     pub best: Option<(u64, f64)>,
@@ -694,7 +695,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// the adapter is what it has become.
     ///
     /// # Errors
-    /// As [`Trainer::advance`]; and when a target has not moved at all.
+    /// As [`Trainer::advance`] and [`Trainer::finish`].
     pub fn run(
         mut self,
         examples: &[Example],
@@ -743,7 +744,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// and the best parameters take the place of the last where they are kept.
     ///
     /// # Errors
-    /// When a target has not moved at all.
+    /// [`Error::DeadAdapters`] when a target, or an expert of one that a token with loss chose, was
+    /// reached by no gradient.
     pub fn finish(mut self) -> Result<Outcome> {
         let Trainer { work, gradients, parameters, optimizer, moved, .. } = &mut self;
         if let Work::Step(step) = work
@@ -752,15 +754,16 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             while step.advance(gradients, parameters, optimizer, moved, &())?.is_none() {}
         }
         let steps = self.steps();
-        let (dead, unrouted, total) = self.moved.summary();
+        let Summary { dead, unrouted, moved } = self.moved.summary();
         if steps > 0 && !dead.is_empty() {
-            return Err(Error::Stopped(format!(
-                "after {steps} steps {} of {total} targets have not moved: {}",
-                dead.len(),
+            return Err(Error::DeadAdapters(format!(
+                "after {steps} steps {} of {} targets have not moved, since no gradient reached: \
+                 {}; leave them out, or look for zeros in the tensors of the model behind them",
+                moved.1 - moved.0,
+                moved.1,
                 dead.join(", ")
             )));
         }
-        let moved = (total - dead.len(), total);
         let best = self.best.as_ref().map(|b| (b.step, b.loss));
         if let Some(Best { values, .. }) = self.best.take() {
             for (name, kept) in self.names.iter().zip(values) {

@@ -149,10 +149,11 @@ fn train_with(trainer: Trainer<&Model>, model: &Model, name: &str) -> train::Res
     Ok(std::fs::read(&path).unwrap())
 }
 
+/// FIELD-REPORTS F08: a job died before its first step, for want of a kernel of the backward pass.
 /// Also one that only gradients need, however well the device serves: by op, node and device,
 /// before memory is taken.
 #[test]
-fn a_missing_kernel_is_refused_by_name_before_anything_runs() {
+fn f08_a_missing_kernel_is_refused_by_name_before_anything_runs() {
     let device = Odd::new();
     let model = toy(device.clone());
     for (op, node) in [("Swiglu", "blk.0.ffn_gate.weight"), ("CrossEntropyBack", "loss")] {

@@ -9,7 +9,9 @@ use graph::DType;
 use model::toy::Toy;
 use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
 use testkit::Random;
-use train::{Example, Gradients, GraphConfig, Parameters, Window, select_targets};
+use train::{
+    Example, Gradients, GraphConfig, Parameters, TrainConfig, Trainer, Window, select_targets,
+};
 
 const ARCHITECTURES: [&str; 4] = ["llama", "gemma3", "qwen35", "qwen35moe"];
 const TOKENS: usize = 60;
@@ -70,6 +72,58 @@ fn what_is_trained_is_what_is_served() {
             for nll in &chunks {
                 assert_eq!(f64::from(nll[at - 1]).to_bits(), trained.to_bits(), "{arch}, {at}");
             }
+        }
+    }
+}
+
+/// FIELD-REPORTS F22: an adapter that was loaded again did nothing. What was trained, written and
+/// read by another process gives the same logits, bit for bit, and others than the base model.
+#[test]
+fn f22_an_adapter_that_is_saved_and_loaded_gives_the_same_logits() {
+    let folder = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("f22");
+    std::fs::create_dir_all(&folder).unwrap();
+    for arch in ARCHITECTURES {
+        let base = folder.join(format!("{arch}-base.gguf"));
+        Toy::new(arch, TensorType::Q4_0, 7).write(&base).unwrap();
+        let load = || {
+            let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
+            Arc::new(Model::load(&base, device).unwrap())
+        };
+        let mut random = Random::new(5);
+        let tokens: Vec<u32> = (0..TOKENS).map(|_| random.below(320) as u32).collect();
+        let logits = |model: &Arc<Model>, adapter: Option<Adapter>| {
+            let config = EngineConfig { cache: DType::F16, positions: 64, batch: 64, states: 2 };
+            let mut engine = Engine::new(model.clone(), config).unwrap();
+            let adapter = adapter.map(|adapter| engine.attach(Arc::new(adapter)));
+            let seq = engine.cache().open();
+            let rows = Rows { seq, tokens: &tokens, adapter, want: WantLogits::All };
+            let logits = engine.forward(&[rows]).unwrap().remove(0);
+            logits.iter().map(|x| x.to_bits()).collect::<Vec<u32>>()
+        };
+        let model = load();
+        let config = TrainConfig {
+            targets: select_targets(&model, &["all".into()]).unwrap(),
+            rank: 4,
+            // No power of two, whose scale would be exact anyhow.
+            alpha: 11.0,
+            epochs: 3,
+            lr: 3e-3,
+            graph: GraphConfig { rows: 64, ..GraphConfig::default() },
+            ..TrainConfig::default()
+        };
+        let example = Example { tokens: tokens.clone(), weights: vec![1.0; TOKENS] };
+        let trained = Trainer::new(&*model, config).unwrap().run(&[example], &mut |_| true);
+        let trained = trained.unwrap().adapter;
+        let (gguf, peft) = (folder.join(format!("{arch}.gguf")), folder.join(arch));
+        trained.write(&gguf, &model).unwrap();
+        let _ = std::fs::remove_dir_all(&peft);
+        trained.write_peft(&peft, &model.base()).unwrap();
+        let before = logits(&model, Some(trained));
+        assert!(before != logits(&model, None), "{arch}: the adapter does nothing");
+        for path in [&gguf, &peft] {
+            let model = load();
+            let again = Adapter::read(path, &model).unwrap();
+            assert!(logits(&model, Some(again)) == before, "{}", path.display());
         }
     }
 }

@@ -48,6 +48,8 @@ pub(super) enum Output {
     Gradient(usize),
     /// What is sent back to earlier chunks' [`Part`].
     Sent(usize),
+    /// The experts that rows chose: those of a router, in order of the graph.
+    Chosen(usize),
 }
 
 /// A graph, differentiated if need be, with its plan.
@@ -58,6 +60,8 @@ pub(super) struct Built {
     outputs: Vec<Output>,
     /// The names of all parameters.
     names: Vec<String>,
+    /// Of each parameter that is a stack of experts, which [`Output::Chosen`] it goes by.
+    routers: Vec<Option<usize>>,
 }
 
 impl Built {
@@ -124,6 +128,12 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let mut graph = net.graph;
         let mut outputs: Vec<(Output, NodeId)> = Vec::new();
         outputs.extend(losses.iter().map(|l| (Output::Loss, l.0)));
+        let mut routers = Vec::new();
+        if kind.backward && kind.labelled > 0 {
+            let ids;
+            (ids, routers) = choices(&graph, &names);
+            outputs.extend(ids.into_iter().enumerate().map(|(i, ids)| (Output::Chosen(i), ids)));
+        }
         if kind.backward {
             let more = self.differentiate(&mut graph, kind, &losses, &links, &names)?;
             outputs.extend(more);
@@ -142,7 +152,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             self.memory.parts = links.into_iter().map(|link| link.part).collect();
         }
         let outputs = outputs.into_iter().map(|o| o.0).collect();
-        self.built.push(Built { kind, placed, outputs, names });
+        self.built.push(Built { kind, placed, outputs, names, routers });
         Ok(self.built.len() - 1)
     }
 
@@ -351,6 +361,34 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         }
     }
 
+    /// Marks the experts of parameter `index` that rows with loss chose in a run that has come to
+    /// its end; all of a parameter that is no stack of experts.
+    pub(super) fn chosen_of(&self, run: &Run, index: usize, marks: &mut [bool]) -> Result<()> {
+        let built = self.built(run)?;
+        let logit_rows = run.inputs.ints.iter().find(|(name, _)| *name == "logit_rows");
+        let loud = logit_rows.into_iter().flat_map(|(_, rows)| rows).zip(&run.inputs.weights);
+        let mut loud = loud.take(run.inputs.loud).filter(|(_, weight)| **weight != 0.0).peekable();
+        if loud.peek().is_none() {
+            return Ok(());
+        }
+        let Some(router) = built.routers.get(index).copied().flatten() else {
+            marks.fill(true);
+            return Ok(());
+        };
+        let lost = || Error::Stopped("what a router chose went missing".into());
+        let at = built.find(Output::Chosen(router)).ok_or_else(lost)?;
+        let shape = built.placed.outputs().nth(at).ok_or_else(lost)?.shape;
+        let mut ids = vec![0i32; shape.elements()];
+        built.placed.read(&self.workspace, at, bytemuck::cast_slice_mut(&mut ids))?;
+        for (&row, _) in loud {
+            let of_row = ids.chunks(shape.cols().max(1)).nth(row as usize).ok_or_else(lost)?;
+            for &id in of_row {
+                *usize::try_from(id).ok().and_then(|id| marks.get_mut(id)).ok_or_else(lost)? = true;
+            }
+        }
+        Ok(())
+    }
+
     /// What each leaf of a run's graph is bound to, found by name once for all its segments.
     fn binds(&self, run: &Run, parameters: &Parameters) -> Result<Vec<usize>> {
         let built = self.built(run)?;
@@ -398,6 +436,33 @@ fn losses(
         let op = Op::CrossEntropy(graph::CrossEntropyAttrs::PLAIN);
         Ok((graph.push(op, &[logits, labels], "loss")?, weights))
     })?)
+}
+
+/// The ids by which rows choose experts, without repetition, and for each parameter that is a
+/// stack of experts which of them are its.
+fn choices(graph: &Graph, names: &[String]) -> (Vec<NodeId>, Vec<Option<usize>>) {
+    let leaf = |(i, name): (usize, &String)| Some((graph.find_leaf(name)?, i));
+    let leaves: HashMap<NodeId, usize> = names.iter().enumerate().filter_map(leaf).collect();
+    let (mut all, mut of) = (Vec::new(), vec![None; names.len()]);
+    for node in graph.ids().map(|id| graph.node(id)) {
+        let ids = match node.op {
+            Op::MatMulExperts { .. } => node.args.get(2),
+            Op::LoraExperts { .. } => node.args.get(3),
+            _ => None,
+        };
+        let Some(&ids) = ids else { continue };
+        for &i in node.args.iter().filter_map(|arg| leaves.get(arg)) {
+            let known = all.iter().position(|&known| known == ids);
+            let router = known.unwrap_or_else(|| {
+                all.push(ids);
+                all.len() - 1
+            });
+            if let Some(of) = of.get_mut(i) {
+                *of = Some(router);
+            }
+        }
+    }
+    (all, of)
 }
 
 /// What later chunks read of one, in a fixed order: keys and values layer by layer, then states.

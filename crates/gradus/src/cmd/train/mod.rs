@@ -393,7 +393,7 @@ fn report(args: &Args, ran: &Ran) -> Result<()> {
     if !ran.outcome.unrouted.is_empty() {
         let n = ran.outcome.unrouted.len();
         line(&format!(
-            "experts  {n} that no token chose have not moved: {}",
+            "experts  {n} that no token with loss chose have not moved: {}",
             few(&ran.outcome.unrouted)
         ))?;
     }
