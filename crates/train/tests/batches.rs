@@ -10,7 +10,7 @@ use std::sync::Arc;
 use gguf::TensorType;
 use graph::{DType, Device};
 use model::toy::Toy;
-use model::{Adapter, Engine, EngineConfig, Model};
+use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
 use testkit::{Random, fixture, relative_l2};
 use train::{
     Event, Example, Gradients, GraphConfig, Measured, Method, Optimizer, Parameters, Start,
@@ -256,4 +256,46 @@ fn bug_14_losses_of_runs_are_means_over_all_tokens() {
         assert_eq!(epochs, 1);
         assert_eq!(steps > 1, rows == 64 && accumulate == 1);
     }
+}
+
+/// FIELD-REPORTS F44: with a fused kernel of the loss the mask was dropped. Here the logits are
+/// never whole: the loss under a mask, in more than one piece of rows, is that of the logits that
+/// the served model gives, by the definition in f64.
+#[test]
+fn f44_the_loss_under_a_mask_is_that_of_the_logits() {
+    let (model, adapter) = toy("qwen3moe", 8, TensorType::F32);
+    let model = Arc::new(model);
+    let n = 700;
+    let mut random = Random::new(44);
+    // Weights of 0, 1 and between; 0 for every seventh and for the first hundred.
+    let weight = |i: usize| match (i < 100 || i.is_multiple_of(7), i % 3) {
+        (true, _) => 0.0,
+        (false, 0) => 0.375,
+        (false, _) => 1.0,
+    };
+    let tokens: Vec<u32> = (0..n).map(|_| random.below(320) as u32).collect();
+    let example = Example { tokens: tokens.clone(), weights: (0..n).map(weight).collect() };
+    assert!(example.labelled() > 512, "one piece of rows has them all");
+    let config = EngineConfig { cache: DType::F32, positions: 704, batch: 704, states: 2 };
+    let mut engine = Engine::new(model.clone(), config).unwrap();
+    let id = engine.attach(Arc::new(adapter.clone()));
+    let seq = engine.cache().open();
+    let fed = &tokens[..n - 1];
+    let rows = Rows { seq, tokens: fed, adapter: Some(id), want: WantLogits::All };
+    let logits = engine.forward(&[rows]).unwrap().remove(0);
+    let (mut sum, mut total) = (0.0, 0.0);
+    for (i, row) in logits.chunks(320).enumerate() {
+        let row = as_f64(row);
+        let most = row.iter().copied().fold(f64::MIN, f64::max);
+        let log_sum = row.iter().map(|x| (x - most).exp()).sum::<f64>().ln() + most;
+        let weight = f64::from(example.weights[i + 1]);
+        sum += weight * (log_sum - row[tokens[i + 1] as usize]);
+        total += weight;
+    }
+    let graph = GraphConfig { rows: 704, cache: DType::F32, ..GraphConfig::default() };
+    let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+    let window = Window::from(vec![example]);
+    let mut gradients = Gradients::new(&*model, graph).unwrap();
+    let loss = gradients.of(&window, total, &parameters, &()).unwrap().loss;
+    assert!((loss / (sum / total) - 1.0).abs() < 1e-6, "{loss} and {}", sum / total);
 }

@@ -9,7 +9,7 @@ use gguf::{Gguf, TensorInfo, TensorType};
 use graph::{DType, Stop};
 use model::Model;
 use model::toy::Toy;
-use train::{Advance, Event, Example, GraphConfig, Method, TrainConfig, Trainer};
+use train::{Advance, Event, Example, GraphConfig, Method, Schedule, TrainConfig, Trainer};
 
 const WEIGHT: &str = "output_norm.weight";
 const STEPS: u64 = 6;
@@ -50,12 +50,13 @@ impl Stop for Always {
 
 /// Trains with so many windows to a step, stopped wherever that is possible, and returns every
 /// value that the weight had, in order, and the losses; with evaluations after each step or without.
-fn run(name: &str, accumulate: usize, eval_every: u64) -> (Vec<f32>, Vec<f64>) {
+fn run(name: &str, schedule: Schedule, accumulate: usize, eval_every: u64) -> (Vec<f32>, Vec<f64>) {
     let model = linear(&format!("{accumulate}-{eval_every}-{name}"));
     let config = TrainConfig {
         weights: vec![WEIGHT.to_string()],
         method: Method::Sgd { momentum: 0.0 },
         lr: 0.125,
+        schedule,
         // An epoch is a step.
         epochs: STEPS,
         accumulate,
@@ -91,7 +92,7 @@ fn run(name: &str, accumulate: usize, eval_every: u64) -> (Vec<f32>, Vec<f64>) {
 #[test]
 fn bug_01_every_step_moves_by_its_own_gradient() {
     for accumulate in [1, 2] {
-        let (values, losses) = run("c1", accumulate, 0);
+        let (values, losses) = run("c1", Schedule::Constant, accumulate, 0);
         assert_eq!((values.len() as u64, losses.len() as u64), (STEPS + 1, STEPS));
         for (i, value) in values.iter().enumerate() {
             // The norm divides by the root of 1 + its epsilon.
@@ -109,6 +110,10 @@ fn bug_01_every_step_moves_by_its_own_gradient() {
 #[test]
 fn bug_02_an_evaluation_is_no_part_of_a_step() {
     for accumulate in [1, 2] {
-        assert_eq!(run("c2", accumulate, 1), run("c2", accumulate, 0));
+        // Also by the rate, which falls with every step.
+        let run = |eval_every| run("c2", Schedule::Linear, accumulate, eval_every);
+        let (values, losses) = run(0);
+        assert_eq!((values.len() as u64, losses.len() as u64), (STEPS + 1, STEPS));
+        assert_eq!(run(1), (values, losses));
     }
 }
