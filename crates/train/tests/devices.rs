@@ -149,7 +149,7 @@ fn train_with(trainer: Trainer<&Model>, model: &Model, name: &str) -> train::Res
     Ok(std::fs::read(&path).unwrap())
 }
 
-/// FIELD-REPORTS F08: a job died before its first step, for want of a kernel of the backward pass.
+/// FIELD-REPORTS F08: a job died before its first step for want of a kernel of the backward pass.
 /// Also one that only gradients need, however well the device serves: by op, node and device,
 /// before memory is taken.
 #[test]
@@ -188,11 +188,11 @@ fn a_device_that_breaks_down_stops_its_job_and_no_other() {
     assert!(train(&model, "after").unwrap() == before, "a fault changed the next job");
 }
 
-/// A kernel of the forward pass and one of the backward, the product with packed weights and its
+/// FIELD-REPORTS F48: a model over several devices gave garbage. A kernel of the forward pass and one of the backward, the product with packed weights and its
 /// transpose among them: what falls back is listed, in every layer, and the adapter is the same
 /// file as where nothing does. Then without leave to fall back.
 #[test]
-fn what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
+fn f48_what_falls_back_trains_the_same_adapter_and_strict_refuses_it() {
     let device = Odd::new();
     let cpu: Arc<dyn Device> = Arc::new(cpu::Cpu::new(1, None).unwrap());
     // A file, from which the other device loads the weights it needs.
