@@ -19,10 +19,14 @@ fn prompts(adapter: AdapterId) -> Vec<Prompt> {
         tokens: tokens(i as u64, 1 + 17 * i % 60),
         config: GenerateConfig {
             max_tokens: [20, 0, 45, 1, 9][i % 5],
-            sampler: if i % 2 == 0 { SamplerConfig::greedy() } else { SamplerConfig::default() },
+            sampler: if i.is_multiple_of(2) {
+                SamplerConfig::greedy()
+            } else {
+                SamplerConfig::default()
+            },
             seed: i as u64,
             stops: Vec::new(),
-            adapter: (i % 3 == 0).then_some(adapter),
+            adapter: i.is_multiple_of(3).then_some(adapter),
         },
     };
     (0..11).map(prompt).collect()

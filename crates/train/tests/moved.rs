@@ -114,7 +114,7 @@ fn f17_weight_decay_moves_nothing() {
     let target = "blk.0.attn_v.weight".to_string();
     let own = TrainConfig { weights: vec![target.clone()], weight_decay: 0.5, ..config() };
     let pair = TrainConfig { targets: vec![target.clone()], weights: vec![], ..own.clone() };
-    let mut adapter = Adapter::fresh(&model, [(&*target, 4)].into_iter(), 8.0, 1).unwrap();
+    let mut adapter = Adapter::fresh(&model, [(&*target, 4)], 8.0, 1).unwrap();
     adapter.tensors.get_mut(&target).unwrap().b.fill(0.01);
     for config in [own, pair] {
         let optimizer = Optimizer::new(config.method, config.weight_decay);

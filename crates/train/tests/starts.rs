@@ -97,12 +97,12 @@ fn f25_a_target_that_matches_nothing_is_refused_with_the_candidates() {
     for (arch, kinds) in [("llama", "ffn"), ("qwen35moe", "experts, router")] {
         let model = toy("f25", arch, TensorType::Q4_0, cpu());
         // Also beside one that matches.
-        for patterns in [&["attn", "q_proj"][..], &["q_proj"]] {
+        for patterns in [&["attn", "k_prj"][..], &["k_prj"]] {
             let patterns: Vec<String> = patterns.iter().map(|p| p.to_string()).collect();
             let e = select_targets(&model, &patterns).unwrap_err();
             assert_eq!(e.exit_code(), 1);
             let e = e.to_string();
-            assert!(e.starts_with("target `q_proj` matches no projection; candidates: "), "{e}");
+            assert!(e.starts_with("target `k_prj` is no projection; candidates: "), "{e}");
             for part in ["all-linear", "attn", kinds, "attn_q", "attn_output"] {
                 assert!(e.contains(part), "{e}");
             }
@@ -110,7 +110,7 @@ fn f25_a_target_that_matches_nothing_is_refused_with_the_candidates() {
     }
     let model = toy("f25", "llama", TensorType::Q4_0, cpu());
     let experts = select_targets(&model, &["experts".into()]).unwrap_err().to_string();
-    assert!(experts.starts_with("target `experts` matches no projection"), "{experts}");
+    assert!(experts.starts_with("target `experts` is no projection"), "{experts}");
     let e = select_weights(&model, &["norms".into()]).unwrap_err().to_string();
     assert!(e.starts_with("`norms` is part of no tensor's name"), "{e}");
     // What does match is counted in the plan.
