@@ -174,12 +174,9 @@ impl Moved {
         json!(self.0)
     }
 
-    /// What [`Moved::to_json`] gave; or what was written while a part had moved or had not.
+    /// What [`Moved::to_json`] gave.
     pub(crate) fn parse(value: &Value) -> Option<Moved> {
-        let part = |part: &Value| match part.as_bool() {
-            Some(moved) => Some(if moved { u8::MAX } else { 0 }),
-            None => u8::try_from(part.as_u64()?).ok(),
-        };
+        let part = |part: &Value| u8::try_from(part.as_u64()?).ok();
         let of = |(name, list): (&String, &Value)| {
             let list = list.as_array()?.iter().map(part).collect::<Option<Vec<u8>>>()?;
             Some((name.clone(), list))
@@ -272,7 +269,8 @@ mod tests {
         let mut of = pair([1.0; 2], [0.0; 2]);
         step(&mut of, [[0.0; 2], [1.0, 0.0]], [true; 2]);
         assert_eq!(dead(&of), ["t[1]"]);
-        let old = serde_json::json!({"0:t.lora_b": [true, false]});
-        assert_eq!(Moved::parse(&old).unwrap().summary().unrouted, ["t[1]"]);
+        for wrong in [json!([1]), json!({"0:t.lora_b": [256]}), json!({"0:t.lora_b": [true]})] {
+            assert_eq!(Moved::parse(&wrong), None);
+        }
     }
 }
