@@ -24,3 +24,18 @@ schemas = {
 for name, compression in [("messages", "snappy"), ("prompt", "zstd"), ("text", "gzip")]:
     table = pa.Table.from_pylist(ROWS[name], schema=schemas[name])
     pq.write_table(table, HERE / f"{name}.parquet", compression=compression, row_group_size=2)
+
+# Compressions that are rarer, and what no row may be learned from.
+table = pa.Table.from_pylist(ROWS["text"], schema=schemas["text"])
+for compression in ["lz4", "brotli"]:
+    pq.write_table(table, HERE / f"text.{compression}.parquet", compression=compression,
+                   row_group_size=2)
+odd = pa.struct([("role", pa.string()), ("content", pa.binary()), ("weight", pa.float32())])
+rows = [
+    [("user", b"a", None), ("assistant", b"b", 1.0)],
+    [("user", b"\xff\xfe", None), ("assistant", b"b", 1.0)],
+    [("user", b"a", None), ("assistant", b"b", float("nan"))],
+]
+rows = [{"messages": [dict(zip(("role", "content", "weight"), m)) for m in row]} for row in rows]
+table = pa.Table.from_pylist(rows, schema=pa.schema([("messages", pa.list_(odd))]))
+pq.write_table(table, HERE / "odd.parquet")

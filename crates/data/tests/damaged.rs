@@ -31,6 +31,7 @@ fn files() -> Vec<(&'static str, Vec<u8>)> {
         ("a.parquet", parquet("messages")),
         ("b.parquet", parquet("prompt")),
         ("c.parquet", parquet("text")),
+        ("e.parquet", parquet("text.lz4")),
         ("b.jsonl", gzip(&lines)),
         ("b.json", zstd(&list)),
         ("b.csv", gzip(&table)),

@@ -10,6 +10,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use bytes::Bytes;
+use parquet::basic::Compression;
 use parquet::file::reader::{ChunkReader, FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
@@ -123,6 +124,7 @@ fn read<R: ChunkReader + 'static>(from: R, sender: &SyncSender<Item>) -> Result<
     for group in about.row_groups() {
         rows += i128::from(group.num_rows());
         for column in group.columns() {
+            readable(column.compression())?;
             if column.uncompressed_size() < 0 {
                 return Err("says that a column has less than no bytes".into());
             }
@@ -151,6 +153,25 @@ fn read<R: ChunkReader + 'static>(from: R, sender: &SyncSender<Item>) -> Result<
     Ok(())
 }
 
+/// Whether pages in a compression can be read.
+fn readable(compression: Compression) -> Result<(), String> {
+    let name = match compression {
+        Compression::UNCOMPRESSED
+        | Compression::SNAPPY
+        | Compression::GZIP(_)
+        | Compression::ZSTD(_)
+        | Compression::LZ4
+        | Compression::LZ4_RAW => return Ok(()),
+        Compression::BROTLI(_) => "Brotli",
+        Compression::LZO => "LZO",
+    };
+    Err(format!(
+        "is compressed with {name}, which is not read; Snappy, gzip, Zstandard and LZ4 are: write it \
+         anew with one of these, in Python with \
+         `pandas.read_parquet(FROM).to_parquet(TO, compression=\"zstd\")`"
+    ))
+}
+
 /// What a row may still take.
 struct Cost {
     bytes: u64,
@@ -173,14 +194,25 @@ fn object(row: Row, cost: &mut Cost) -> Result<Map<String, Value>, Bad> {
     for (name, field) in row.into_columns() {
         cost.take(name.len())?;
         let value = value(field, cost)?;
-        map.insert(name, value);
+        put(&mut map, name, value)?;
     }
     Ok(map)
 }
 
+/// Adds a field; of two of one name, one would be lost.
+fn put(map: &mut Map<String, Value>, name: String, value: Value) -> Result<(), Bad> {
+    if map.contains_key(&name) {
+        let what = format!("field `{}` occurs twice", crate::fields::short(&name));
+        return Err(Bad::row(Reason::Malformed, what));
+    }
+    map.insert(name, value);
+    Ok(())
+}
+
 fn value(field: Field, cost: &mut Cost) -> Result<Value, Bad> {
     cost.take(0)?;
-    let float = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
+    // What is no number is not taken for what is not there.
+    let float = |x: f64| Number::from_f64(x).map_or_else(|| x.to_string().into(), Value::Number);
     Ok(match field {
         Field::Null => Value::Null,
         Field::Bool(v) => v.into(),
@@ -205,7 +237,8 @@ fn value(field: Field, cost: &mut Cost) -> Result<Value, Bad> {
                 cost.take(text.len())?;
                 text.into()
             }
-            Err(_) => Value::Null,
+            // Not a text, and not nothing: it is refused where a text is expected.
+            Err(_) => [("bytes".to_owned(), Value::from(bytes.len()))].into_iter().collect(),
         },
         Field::Group(row) => Value::Object(object(row, cost)?),
         Field::ListInternal(list) => {
@@ -220,7 +253,7 @@ fn value(field: Field, cost: &mut Cost) -> Result<Value, Bad> {
                     other => other.to_string(),
                 };
                 cost.take(key.len())?;
-                object.insert(key, value(item.clone(), cost)?);
+                put(&mut object, key, value(item.clone(), cost)?)?;
             }
             Value::Object(object)
         }
