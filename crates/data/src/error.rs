@@ -10,7 +10,7 @@ use crate::{Bad, Reason};
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Error {
     /// A file as a whole.
-    #[error("{file}: {what}")]
+    #[error("{}: {what}", one_line(.file))]
     File {
         /// Its path.
         file: String,
@@ -44,7 +44,8 @@ pub struct BadRow {
 
 impl fmt::Display for BadRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: row {}: {}: {}", self.file, self.row, self.bad.reason, self.bad)
+        let file = one_line(&self.file);
+        write!(f, "{file}: row {}: {}: {}", self.row, self.bad.reason, self.bad)
     }
 }
 
@@ -55,6 +56,17 @@ pub struct BadRows {
     pub counts: BTreeMap<Reason, u64>,
     /// The first [`BadRows::LISTED`].
     pub listed: Vec<BadRow>,
+    /// Where reading stopped, if it did before the end.
+    pub stopped: Option<Stopped>,
+}
+
+/// What was not looked at, as it was clear already that the data are refused.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Stopped {
+    /// What comes after this row.
+    After(u64),
+    /// So many files after the one with the bad rows.
+    Files(usize),
 }
 
 impl BadRows {
@@ -90,13 +102,30 @@ impl fmt::Display for BadRows {
         }
         let place = |row: &BadRow| match row.file == first.file {
             true => row.row.to_string(),
-            false => format!("{} of {}", row.row, row.file),
+            false => format!("{} of {}", row.row, one_line(&row.file)),
         };
         let places: Vec<String> = others.iter().take(NAMED).map(place).collect();
         let more = if self.total() > 1 + places.len() as u64 { ", ..." } else { "" };
         let rows = places.join(", ");
-        write!(f, "; {} bad rows in all ({}), also {rows}{more}", self.total(), self.reasons())
+        let seen = match self.stopped {
+            None => "in all".to_owned(),
+            Some(Stopped::After(row)) => format!("up to row {row}, where reading stopped"),
+            Some(Stopped::Files(1)) => "in this file, the one after it not read".to_owned(),
+            Some(Stopped::Files(n)) => format!("in this file, {n} files after it not read"),
+        };
+        let (total, reasons) = (self.total(), self.reasons());
+        write!(f, "; {total} bad rows {seen} ({reasons}), also {rows}{more}")
     }
+}
+
+/// A name from outside, which may have line ends and what else drives a terminal.
+fn one_line(name: &str) -> String {
+    let hidden = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202e}');
+    let shown = |c: char| match hidden(c) {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    name.chars().map(shown).collect()
 }
 
 /// The result of anything in this crate.

@@ -16,13 +16,15 @@ type Result<T> = std::result::Result<T, Bad>;
 /// How a row says what is to be learned.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Layout {
-    /// OpenAI's: `messages`, and `tools`.
+    /// OpenAI's: `messages`, with `system` and `tools`.
     Messages,
-    /// `conversations` of `from` and `value`, with `system` and `tools`.
+    /// `conversations` of `from` and `value`, or of `role` and `content`, with `system` and
+    /// `tools`.
     ShareGpt,
-    /// `instruction`, `input`, `output`, and `system`.
+    /// `instruction`, `input`, `output`, and `system`; or Dolly's `context` and `response`.
     Alpaca,
-    /// `prompt` and `completion`: texts, or lists of messages; with `tools`.
+    /// `prompt` and `completion`: texts, or lists of messages; with `system` and `tools`. Or
+    /// `response` for the one, `question` with `answer` or `response` for both.
     Prompt,
     /// A `text`, all of which is learned.
     Text,
@@ -44,25 +46,51 @@ impl Layout {
         }
     }
 
-    /// The fields that a row has in it, those that it must have first.
-    fn fields(self) -> (&'static [&'static str], &'static [&'static str]) {
+    /// The fields that a row must have in it: each a way to write it, the usual one first.
+    fn forms(self) -> &'static [Form] {
         match self {
-            Layout::Messages => (&["messages"], &["tools"]),
-            Layout::ShareGpt => (&["conversations"], &["system", "tools"]),
-            Layout::Alpaca => (&["instruction", "output"], &["input", "system"]),
-            Layout::Prompt => (&["prompt", "completion"], &["tools"]),
-            Layout::Text => (&["text"], &[]),
+            Layout::Messages => &[&["messages"]],
+            Layout::ShareGpt => &[&["conversations"]],
+            Layout::Alpaca => &[&["instruction", "output"], &["instruction", "response"]],
+            Layout::Prompt => &[
+                &["prompt", "completion"],
+                &["prompt", "response"],
+                &["question", "answer"],
+                &["question", "response"],
+            ],
+            Layout::Text => &[&["text"]],
+        }
+    }
+
+    /// The usual form.
+    fn usual(self) -> Form {
+        self.forms().first().copied().unwrap_or_default()
+    }
+
+    /// The fields that a row may have in it beside those.
+    fn optional(self, strict: bool) -> &'static [&'static str] {
+        match (self, strict) {
+            (Layout::Messages | Layout::Prompt, true) => &["tools"],
+            (Layout::ShareGpt, true) => &["system", "tools"],
+            (Layout::Alpaca, true) => &["input", "system"],
+            (Layout::Messages | Layout::Prompt | Layout::ShareGpt, false) => {
+                &["system", "system_prompt", "tools"]
+            }
+            (Layout::Alpaca, false) => &["input", "context", "system", "system_prompt"],
+            (Layout::Text, _) => &[],
         }
     }
 
     /// Whether rows of some layout must have a field of this name.
     pub(crate) fn is_field(name: &str) -> bool {
-        Layout::ALL.iter().any(|l| l.fields().0.contains(&name))
+        Layout::ALL.iter().flat_map(|l| l.forms()).any(|form| form.contains(&name))
     }
 
-    fn knows(self, field: &str) -> bool {
-        let (must, may) = self.fields();
-        must.contains(&field) || may.contains(&field)
+    /// Whether a field of this name means something in some layout.
+    pub(crate) fn means(name: &str) -> bool {
+        Layout::is_field(name)
+            || MEANINGFUL.contains(&name)
+            || Layout::ALL.iter().any(|l| l.optional(false).contains(&name))
     }
 
     /// The layout of a row.
@@ -70,7 +98,7 @@ impl Layout {
     /// # Errors
     /// No layout has its fields, or several have.
     pub fn detect(row: &Map<String, Value>) -> Result<Layout> {
-        let fits = |layout: &Layout| layout.fields().0.iter().all(|f| row.contains_key(*f));
+        let fits = |layout: &Layout| layout.forms().iter().any(|form| has(row, form));
         let found: Vec<Layout> = Layout::ALL.into_iter().filter(fits).collect();
         match found.as_slice() {
             [layout] => Ok(*layout),
@@ -85,6 +113,42 @@ impl Layout {
             }
         }
     }
+
+    /// The form of a row. Where none fits whole it is the one of which most is there.
+    ///
+    /// # Errors
+    /// Several fit, and the layout was not chosen.
+    fn form(self, row: &Map<String, Value>, chosen: bool) -> Result<Form> {
+        let mut fitting = self.forms().iter().copied().filter(|form| has(row, form));
+        match (fitting.next(), fitting.next()) {
+            (Some(first), Some(second)) if !chosen => {
+                let only = |form: Form, other: Form| {
+                    let only = form.iter().filter(|field| !other.contains(field));
+                    only.map(|field| format!("`{field}`")).collect::<Vec<_>>().join(" and ")
+                };
+                let (first, second) = (only(first, second), only(second, first));
+                let what = format!(
+                    "{first} and {second} are the same to layout {self}; leave one out, or choose \
+                     `--layout {self}` to read {first}"
+                );
+                Err(Bad::row(Reason::UnknownLayout, what))
+            }
+            (Some(first), _) => Ok(first),
+            (None, _) => {
+                let there = |form: &Form| form.iter().filter(|f| row.contains_key(**f)).count();
+                // The first of those of which as much is there.
+                let most = self.forms().iter().copied().rev().max_by_key(there);
+                Ok(most.unwrap_or_default())
+            }
+        }
+    }
+}
+
+/// Fields that make a row one of a layout.
+type Form = &'static [&'static str];
+
+fn has(row: &Map<String, Value>, form: Form) -> bool {
+    form.iter().all(|field| row.contains_key(*field))
 }
 
 impl fmt::Display for Layout {
@@ -106,11 +170,12 @@ impl std::str::FromStr for Layout {
 
 fn none_fits(row: &Map<String, Value>) -> Bad {
     let wanted = "expected `messages`, `conversations`, `instruction` and `output`, `prompt` and \
-                  `completion`, or `text`";
+                  `completion`, `question` and `answer`, or `text`";
     if row.is_empty() {
         return Bad::row(Reason::Empty, format!("it has no fields; {wanted}"));
     }
-    let must: Vec<&str> = Layout::ALL.iter().flat_map(|l| l.fields().0).copied().collect();
+    let forms = Layout::ALL.iter().flat_map(|l| l.forms());
+    let must: Vec<&str> = forms.flat_map(|form| form.iter()).copied().collect();
     let slip = row.keys().find_map(|k| near(k, &must).filter(|near| near != k).map(|n| (k, n)));
     let meant = match slip {
         Some((key, near)) => format!("is `{near}` meant by {}? ", quoted(key)),
@@ -187,24 +252,30 @@ impl Content {
         ignored: &mut BTreeSet<String>,
     ) -> Result<Content> {
         let mut row = row;
+        let form = match reading.strict {
+            true => layout.usual(),
+            false => layout.form(&row, reading.chosen)?,
+        };
         if reading.cells {
             opened(&mut row)?;
         }
+        let known = [form, layout.optional(reading.strict)].concat();
         match reading.strict {
-            true => check(&row, layout)?,
-            false => columns(&mut row, layout, reading, ignored)?,
+            true => check(&row, &known)?,
+            false => columns(&mut row, layout, &known, reading, ignored)?,
         }
         // A message says what is null by leaving it out; a row of a request must not.
         let mut fields = Fields::new(row, !reading.strict);
         let content = match layout {
             Layout::Messages => {
-                let tools = tools(&mut fields)?;
+                let (system, tools) = (system(&mut fields)?, tools(&mut fields)?);
                 let list = list(&mut fields, "messages")?;
-                Content::Chat { messages: messages("messages", list, Purpose::Train)?, tools }
+                let messages = messages("messages", list, Purpose::Train)?;
+                Content::Chat { messages: after(system, messages)?, tools }
             }
             Layout::ShareGpt => sharegpt(&mut fields)?,
-            Layout::Alpaca => alpaca(&mut fields)?,
-            Layout::Prompt => prompt(&mut fields)?,
+            Layout::Alpaca => alpaca(&mut fields, form)?,
+            Layout::Prompt => prompt(&mut fields, form)?,
             Layout::Text => {
                 let text = text(&mut fields, "text")?;
                 filled("text", &text)?;
@@ -221,22 +292,40 @@ fn opened(row: &mut Map<String, Value>) -> Result<()> {
     row.retain(|_, v| !v.is_null() && v.as_str() != Some(""));
     for field in ["messages", "conversations", "tools"] {
         if let Some(Value::String(json)) = row.get(field) {
-            let value = parse_json(json.as_bytes()).map_err(|(e, _)| {
-                let what = format!("`{field}` is a text that is no JSON: {e}");
-                Bad::field(Reason::WrongType, field, what)
-            })?;
+            let value = inside(field, json)?;
             row.insert(field.into(), value);
+        }
+    }
+    // A text may be anything, but for a list of messages, which nobody writes to be learned so.
+    for field in ["prompt", "completion"] {
+        let text = row.get(field).and_then(Value::as_str).unwrap_or_default();
+        if !text.trim_start().starts_with('[') {
+            continue;
+        }
+        let messages = |list: &Vec<Value>| {
+            !list.is_empty() && list.iter().all(|v| v.get("role").is_some_and(Value::is_string))
+        };
+        if let Ok(Value::Array(list)) = parse_json(text.as_bytes())
+            && messages(&list)
+        {
+            row.insert(field.into(), Value::Array(list));
         }
     }
     Ok(())
 }
 
+/// The JSON in a text.
+fn inside(path: &str, text: &str) -> Result<Value> {
+    parse_json(text.as_bytes()).map_err(|(e, _)| {
+        let what = format!("`{path}` is a text that is no JSON: {e}");
+        Bad::field(Reason::WrongType, path, what)
+    })
+}
+
 /// Refuses what a layout does not know.
-fn check(row: &Map<String, Value>, layout: Layout) -> Result<()> {
-    let (must, may) = layout.fields();
-    let known: Vec<&str> = must.iter().chain(may).copied().collect();
-    match row.keys().find(|k| !layout.knows(k)) {
-        Some(odd) => Err(unknown(odd, odd, &known)),
+fn check(row: &Map<String, Value>, known: &[&str]) -> Result<()> {
+    match row.keys().find(|k| !known.contains(&k.as_str())) {
+        Some(odd) => Err(unknown(odd, odd, known)),
         None => Ok(()),
     }
 }
@@ -245,31 +334,45 @@ fn check(row: &Map<String, Value>, layout: Layout) -> Result<()> {
 fn columns(
     row: &mut Map<String, Value>,
     layout: Layout,
+    known: &[&str],
     reading: Reading,
     ignored: &mut BTreeSet<String>,
 ) -> Result<()> {
-    let (must, may) = layout.fields();
-    let known: Vec<&str> = must.iter().chain(may).copied().collect();
-    let odd: Vec<String> = row.keys().filter(|k| !layout.knows(k)).cloned().collect();
+    let odd: Vec<String> = row.keys().filter(|k| !known.contains(&k.as_str())).cloned().collect();
     for name in odd {
-        let elsewhere = Layout::ALL.into_iter().find(|l| l.fields().0.contains(&name.as_str()));
-        let means = MEANINGFUL.contains(&name.as_str()) || near(&name, &known).is_some();
+        let value = row.shift_remove(&name).unwrap_or_default();
+        let elsewhere = Layout::ALL.into_iter().find(|l| l.usual().contains(&name.as_str()));
+        let says = match &value {
+            Value::Null => continue,
+            Value::String(text) => !text.is_empty(),
+            Value::Array(list) => !list.is_empty(),
+            _ => true,
+        };
+        if MEANINGFUL.contains(&name.as_str()) || near(&name, known).is_some() {
+            return Err(unknown(&name, &name, known));
+        }
         match elsewhere {
-            _ if means => return Err(unknown(&name, &name, &known)),
-            Some(other) if !reading.chosen => {
+            _ if reading.chosen => {}
+            Some(other) if other != layout => {
                 let what = format!(
                     "`{name}` belongs to layout {other}, the other fields to {layout}; choose one \
                      with `--layout`"
                 );
                 return Err(Bad::field(Reason::UnknownField, name, what));
             }
-            _ => {
-                row.shift_remove(&name);
-                // Rows may have names of their own; what is listed is bounded.
-                if ignored.len() < 64 {
-                    ignored.insert(name);
-                }
+            _ if says && Layout::means(&name) => {
+                let what = format!(
+                    "`{name}` means something in other rows, and is not read beside {}; leave it \
+                     out, or choose `--layout {layout}` to pass over it",
+                    known.iter().map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ")
+                );
+                return Err(Bad::field(Reason::UnknownField, name, what));
             }
+            _ => {}
+        }
+        // Rows may have names of their own; what is listed is bounded.
+        if ignored.len() < 64 {
+            ignored.insert(name);
         }
     }
     Ok(())
@@ -296,84 +399,176 @@ fn filled(field: &str, text: &str) -> Result<()> {
     Ok(())
 }
 
+/// What the system says beside a conversation.
+fn system(fields: &mut Fields) -> Result<Option<Message>> {
+    let said = |text: Option<String>| text.filter(|text| !text.is_empty());
+    let (system, prompt) = (said(fields.string("system")?), said(fields.string("system_prompt")?));
+    if system.is_some() && prompt.is_some() {
+        let what = "`system` and `system_prompt` exclude each other; leave one out";
+        return Err(Bad::field(Reason::BadValue, "system_prompt", what));
+    }
+    Ok(system.or(prompt).map(|text| Message::new("system", text)))
+}
+
+/// A conversation after what the system says beside it.
+fn after(system: Option<Message>, mut messages: Vec<Message>) -> Result<Vec<Message>> {
+    let Some(system) = system else { return Ok(messages) };
+    if messages.first().is_some_and(|m| m.role == "system" || m.role == "developer") {
+        let what = "`system` and a first turn of the system exclude each other; leave one out";
+        return Err(Bad::field(Reason::BadValue, "system", what));
+    }
+    messages.insert(0, system);
+    Ok(messages)
+}
+
 fn sharegpt(fields: &mut Fields) -> Result<Content> {
-    let tools = tools(fields)?;
-    let system = fields.string("system")?.filter(|s| !s.is_empty());
+    // Here tools are often JSON in a text, in files of JSON too.
+    let tools = match fields.value("tools") {
+        Some(Value::String(text)) if text.trim().is_empty() => Value::Null,
+        Some(Value::String(text)) => inside("tools", &text)?,
+        other => other.unwrap_or_default(),
+    };
+    let tools = [("tools".to_owned(), tools)].into_iter().collect();
+    let tools = self::tools(&mut Fields::new(tools, true))?;
+    let system = system(fields)?;
     let list = list(fields, "conversations")?;
     check_count("conversations", list.len())?;
-    let mut said: Vec<Message> = system.into_iter().map(|s| Message::new("system", s)).collect();
-    for (i, value) in list.into_iter().enumerate() {
-        let path = format!("conversations[{i}]");
-        if value.get("role").is_some() && value.get("from").is_none() {
-            let what = format!(
-                "`{path}` has a `role`, not a `from`: these are messages; call the field \
-                 `messages` instead of `conversations`"
-            );
-            return Err(Bad::field(Reason::MissingField, path, what));
-        }
-        let mut inner = Fields::inner(&path, value, true)?;
-        let at = inner.path("from");
-        let from = inner.string("from")?.ok_or_else(|| missing(&at, "who speaks"))?;
-        let role = match from.as_str() {
-            "human" | "user" => "user",
-            "gpt" | "assistant" | "chatgpt" | "model" | "bot" => "assistant",
-            "system" => "system",
-            "tool" | "observation" => "tool",
-            _ => {
-                let expected = "human, gpt, system or tool";
-                return Err(Bad {
-                    reason: Reason::BadValue,
-                    ..wrong(&at, &Value::String(from), expected)
-                });
-            }
-        };
-        if i == 0 && role == "system" && !said.is_empty() {
-            let what = "`system` and a first turn of the system exclude each other; leave one out";
-            return Err(Bad::field(Reason::BadValue, "system", what));
-        }
-        said.push(finish(&path, role.into(), "value", inner, Purpose::Train)?);
-    }
-    Ok(Content::Chat { messages: said, tools })
+    let turns = list.into_iter().enumerate();
+    let said = turns.map(|(i, value)| turn(&format!("conversations[{i}]"), value));
+    let messages = after(system, said.collect::<Result<_>>()?)?;
+    Ok(Content::Chat { messages, tools })
 }
 
-fn alpaca(fields: &mut Fields) -> Result<Content> {
-    let system = fields.string("system")?.filter(|s| !s.is_empty());
+/// A turn of `from` and `value`, or of `role` and `content`.
+fn turn(path: &str, value: Value) -> Result<Message> {
+    let has = |field: &str| value.get(field).is_some_and(|v| !v.is_null());
+    let there: Vec<&str> =
+        ["from", "value", "role", "content"].into_iter().filter(|f| has(f)).collect();
+    let (who, said) = match there.as_slice() {
+        ["role"] | ["content"] | ["role", "content"] => ("role", "content"),
+        _ if has("role") || has("content") => {
+            let what = format!(
+                "`{path}` has the fields {}; expected `from` and `value`, or `role` and `content`",
+                there.join(", ")
+            );
+            return Err(Bad::field(Reason::BadValue, path, what));
+        }
+        _ => ("from", "value"),
+    };
+    let mut inner = Fields::inner(path, value, true)?;
+    // What is null beside them is no field of a message.
+    for other in ["from", "value", "role", "content"] {
+        if other != who && other != said {
+            inner.value(other);
+        }
+    }
+    let at = inner.path(who);
+    let from = inner.string(who)?.ok_or_else(|| missing(&at, "who speaks"))?;
+    let role = match from.as_str() {
+        "human" | "user" => "user",
+        "gpt" | "assistant" | "chatgpt" | "model" | "bot" => "assistant",
+        "system" => "system",
+        "developer" => "developer",
+        "tool" | "observation" | "function_response" | "tool_response" => "tool",
+        "function_call" | "tool_call" => return calling(path, said, inner),
+        _ => {
+            let expected = "human, gpt, system, function_call, observation or tool";
+            let bad = wrong(&at, &Value::String(from), expected);
+            return Err(Bad { reason: Reason::BadValue, ..bad });
+        }
+    };
+    finish(path, role.into(), said, inner, Purpose::Train)
+}
+
+/// A turn that says in JSON what the assistant calls, as the message with these calls.
+fn calling(path: &str, said: &'static str, mut turn: Fields) -> Result<Message> {
+    let at = turn.path(said);
+    let expected = "JSON of `name` and `arguments`, or of a list of these";
+    let value = match turn.value(said) {
+        Some(Value::String(text)) => inside(&at, &text)?,
+        Some(other) => other,
+        None => return Err(missing(&at, expected)),
+    };
+    let calls = match value {
+        Value::Array(calls) => calls,
+        one => vec![one],
+    };
+    let call = |call: Value| {
+        let name = call.get("name").and_then(Value::as_str);
+        let arguments = match call.get("arguments").or(call.get("parameters")) {
+            None | Some(Value::Null) => Some("{}".to_owned()),
+            Some(Value::String(text)) => Some(text.clone()),
+            // As in OpenAI's interface.
+            Some(object @ Value::Object(_)) => Some(object.to_string()),
+            Some(_) => None,
+        };
+        let fields = call.as_object().map_or(0, Map::len);
+        match (name, arguments) {
+            (Some(name), Some(arguments)) if fields <= 2 => Ok(serde_json::json!({
+                "type": "function",
+                "function": { "name": name, "arguments": arguments },
+            })),
+            _ => Err(wrong(&at, &call, expected)),
+        }
+    };
+    let calls: Vec<Value> = calls.into_iter().map(call).collect::<Result<_>>()?;
+    let mut message = turn.rest();
+    message.insert(said.into(), "".into());
+    if message.insert("tool_calls".into(), calls.into()).is_some_and(|v| !v.is_null()) {
+        let what = format!("`{path}` has `tool_calls` beside those that it says; leave them out");
+        return Err(Bad::field(Reason::BadValue, path, what));
+    }
+    let message = Fields::inner(path, Value::Object(message), true)?;
+    finish(path, "assistant".into(), said, message, Purpose::Train)
+}
+
+fn alpaca(fields: &mut Fields, form: Form) -> Result<Content> {
+    let system = system(fields)?;
+    let answer = if form.contains(&"response") { "response" } else { "output" };
     let mut instruction = text(fields, "instruction")?;
     filled("instruction", &instruction)?;
-    let input = fields.string("input")?.unwrap_or_default();
-    let output = text(fields, "output")?;
-    filled("output", &output)?;
-    if !input.trim().is_empty() {
-        instruction = format!("{instruction}\n\n{input}");
+    let mut beside = Vec::new();
+    for field in ["input", "context"] {
+        beside.extend(fields.string(field)?.filter(|text| !text.trim().is_empty()));
     }
-    let mut messages: Vec<Message> =
-        system.map(|s| Message::new("system", s)).into_iter().collect();
-    messages.push(Message::new("user", instruction));
-    messages.push(Message::new("assistant", output));
-    Ok(Content::Chat { messages, tools: Vec::new() })
+    let output = text(fields, answer)?;
+    filled(answer, &output)?;
+    match beside.as_slice() {
+        [] => {}
+        [input] => instruction = format!("{instruction}\n\n{input}"),
+        _ => {
+            let what = "`input` and `context` exclude each other; leave one out";
+            return Err(Bad::field(Reason::BadValue, "context", what));
+        }
+    }
+    let said = vec![Message::new("user", instruction), Message::new("assistant", output)];
+    Ok(Content::Chat { messages: after(system, said)?, tools: Vec::new() })
 }
 
-fn prompt(fields: &mut Fields) -> Result<Content> {
-    let tools = tools(fields)?;
-    let messages = match (fields.value("prompt"), fields.value("completion")) {
+fn prompt(fields: &mut Fields, form: Form) -> Result<Content> {
+    let &[asked, answer] = form else {
+        return Err(Bad::row(Reason::UnknownLayout, "it has no prompt and completion"));
+    };
+    let (system, tools) = (system(fields)?, tools(fields)?);
+    let messages = match (fields.value(asked), fields.value(answer)) {
         (Some(Value::Array(prompt)), Some(Value::Array(completion))) => {
-            let mut all = messages("prompt", prompt, Purpose::Context)?;
-            all.extend(messages("completion", completion, Purpose::Train)?);
+            let mut all = messages(asked, prompt, Purpose::Context)?;
+            all.extend(messages(answer, completion, Purpose::Train)?);
             all
         }
         (Some(Value::String(prompt)), Some(Value::String(completion))) => {
-            filled("completion", &completion)?;
+            filled(answer, &completion)?;
             vec![Message::new("user", prompt), Message::new("assistant", completion)]
         }
-        (None, _) => return Err(missing("prompt", "a text, or a list of messages")),
-        (_, None) => return Err(missing("completion", "a text, or a list of messages")),
+        (None, _) => return Err(missing(asked, "a text, or a list of messages")),
+        (_, None) => return Err(missing(answer, "a text, or a list of messages")),
         (Some(Value::String(_)), Some(other)) => {
-            return Err(wrong("completion", &other, "a string, as `prompt` is"));
+            return Err(wrong(answer, &other, &format!("a string, as `{asked}` is")));
         }
         (Some(Value::Array(_)), Some(other)) => {
-            return Err(wrong("completion", &other, "a list of messages, as `prompt` is"));
+            return Err(wrong(answer, &other, &format!("a list of messages, as `{asked}` is")));
         }
-        (Some(other), _) => return Err(wrong("prompt", &other, "a string or a list of messages")),
+        (Some(other), _) => return Err(wrong(asked, &other, "a string or a list of messages")),
     };
-    Ok(Content::Chat { messages, tools })
+    Ok(Content::Chat { messages: after(system, messages)?, tools })
 }

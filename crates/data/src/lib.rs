@@ -21,7 +21,7 @@ mod render;
 mod source;
 
 pub use bad::{Bad, Reason};
-pub use error::{BadRow, BadRows, Error, Result};
+pub use error::{BadRow, BadRows, Error, Result, Stopped};
 pub use example::{Example, Window, pack};
 pub use fields::{Fields, missing, shown, wrong};
 pub use json::{MAX_DEPTH, MAX_VALUES, parse_json};

@@ -1,12 +1,12 @@
 //! From files to a data set.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use text::{ChatTemplate, Tokenizer};
 
-use crate::error::{BadRow, BadRows};
+use crate::error::{BadRow, BadRows, Stopped};
 use crate::layout::{Content, Layout, Reading};
 use crate::render::{Fit, LossOn, Renderer};
 use crate::{Bad, Error, Example, Reason, Result, source};
@@ -51,6 +51,19 @@ pub struct FileReport {
     pub rows: u64,
     /// Columns that mean nothing for training, the first 64.
     pub ignored: BTreeSet<String>,
+    /// What the template leaves out of its rows, and in how many, the first 64: its tools, a field
+    /// of its messages, what a role says.
+    pub left_out: BTreeMap<String, u64>,
+}
+
+impl FileReport {
+    fn leave_out(&mut self, names: BTreeSet<String>) {
+        for name in names {
+            if self.left_out.len() < 64 || self.left_out.contains_key(&name) {
+                *self.left_out.entry(name).or_default() += 1;
+            }
+        }
+    }
 }
 
 /// Data ready to be trained on.
@@ -82,13 +95,22 @@ pub fn load(
 ) -> Result<Dataset> {
     let renderer = Renderer::new(tokenizer, template, options);
     let (mut examples, mut origins, mut shortened) = (Vec::new(), Vec::new(), 0);
-    let read = each(files, options, &mut |row| {
+    let mut left_out = Vec::new();
+    let mut read = each(files, options, &mut |row| {
         let rendered = renderer.examples(&row.content)?;
+        if !rendered.left_out.is_empty() {
+            left_out.push((row.file, rendered.left_out));
+        }
         shortened += u64::from(rendered.shortened);
         origins.extend(rendered.examples.iter().map(|_| (row.file, row.number)));
         examples.extend(rendered.examples);
         Ok(())
     })?;
+    for (file, names) in left_out {
+        if let Some(about) = read.files.get_mut(file) {
+            about.leave_out(names);
+        }
+    }
     Ok(Dataset { examples, origins, files: read.files, shortened, skipped: read.skipped })
 }
 
@@ -117,8 +139,13 @@ pub fn each(
     // Of the bad ones, those that only do not fit.
     let mut unfit = 0u64;
     for (index, file) in files.iter().enumerate() {
-        let mut about =
-            FileReport { file: file.clone(), layout: None, rows: 0, ignored: BTreeSet::new() };
+        let mut about = FileReport {
+            file: file.clone(),
+            layout: None,
+            rows: 0,
+            ignored: BTreeSet::new(),
+            left_out: BTreeMap::new(),
+        };
         let mut sink = |raw: source::Raw| {
             about.rows += 1;
             let reading =
@@ -142,6 +169,9 @@ pub fn each(
                 }
             }
             let refused = !options.skip_bad && read.skipped.total() - unfit >= ENOUGH;
+            if refused {
+                read.skipped.stopped = Some(Stopped::After(number));
+            }
             Ok(if refused { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         };
         source::read(file, &mut sink)?;
@@ -150,6 +180,10 @@ pub fn each(
         }
         read.files.push(about);
         if !options.skip_bad && read.skipped.total() > unfit {
+            let after = files.len() - index - 1;
+            if after > 0 && read.skipped.stopped.is_none() {
+                read.skipped.stopped = Some(Stopped::Files(after));
+            }
             return Err(Error::Rows(read.skipped));
         }
     }

@@ -98,6 +98,7 @@ pub(crate) fn finish(
         if let Some(odd) = other.keys().find(slip) {
             return Err(unknown(&format!("{path}.{odd}"), odd, &known));
         }
+        check_calls(path, &other)?;
     }
     let message = Message { role, content, train, weight, other };
     // What is no text is refused here, where its place is known.
@@ -119,6 +120,27 @@ pub(crate) fn finish(
             Err(Bad::field(Reason::WrongType, at.as_str(), format!("`{at}`: {what}")))
         }
         Err(other) => Err(Bad::field(Reason::WrongType, at.as_str(), format!("`{at}`: {other}"))),
+    }
+}
+
+/// Tool calls in the one shape that templates know.
+fn check_calls(path: &str, other: &Map<String, Value>) -> Result<()> {
+    if other.contains_key("function_call") {
+        let at = format!("{path}.function_call");
+        let what = format!("`{at}` is what `tool_calls` was before; write it as that");
+        return Err(Bad::field(Reason::UnknownField, at, what));
+    }
+    let at = format!("{path}.tool_calls");
+    match other.get("tool_calls") {
+        None => Ok(()),
+        Some(Value::Array(calls)) => match calls.iter().position(|call| !call.is_object()) {
+            None => Ok(()),
+            Some(i) => {
+                let odd = calls.get(i).unwrap_or(&Value::Null);
+                Err(wrong(&format!("{at}[{i}]"), odd, "an object that calls a function"))
+            }
+        },
+        Some(odd) => Err(wrong(&at, odd, "a list of calls")),
     }
 }
 

@@ -1,5 +1,7 @@
 //! From what a row holds to examples that fit a window.
 
+use std::collections::BTreeSet;
+
 use text::{ChatTemplate, Conversation, Encode, Message, Tokenizer};
 
 use crate::{Bad, Content, Example, Options, Reason};
@@ -52,6 +54,9 @@ pub struct Rendered {
     pub examples: Vec<Example>,
     /// Something was dropped to make it fit.
     pub shortened: bool,
+    /// What of a conversation the template leaves out, in words: its tools, a field of its
+    /// messages, what a role says.
+    pub left_out: BTreeSet<String>,
 }
 
 impl<'a> Renderer<'a> {
@@ -71,11 +76,12 @@ impl<'a> Renderer<'a> {
     /// Says why there are none. Where it is for a message, the field is `messages[I]`.
     pub fn examples(&self, content: &Content) -> Result<Rendered> {
         match content {
-            Content::Text(text) => Ok(Rendered { examples: self.text(text)?, shortened: false }),
-            Content::Chat { messages, tools } => {
-                let (example, shortened) = Chat { renderer: self, messages, tools }.fit()?;
-                Ok(Rendered { examples: vec![example], shortened })
-            }
+            Content::Text(text) => Ok(Rendered {
+                examples: self.text(text)?,
+                shortened: false,
+                left_out: BTreeSet::new(),
+            }),
+            Content::Chat { messages, tools } => Chat { renderer: self, messages, tools }.fit(),
         }
     }
 
@@ -137,23 +143,30 @@ impl Chat<'_> {
                     return Err(Bad::field(Reason::BadValue, format!("messages[{i}]"), what));
                 }
                 let text = template.render(messages, self.tools, false).map_err(bad)?;
+                for (i, _) in messages.iter().enumerate().filter(|(_, m)| m.is_trained()) {
+                    text::check_said(template, messages, self.tools, &text, i).map_err(bad)?;
+                }
                 let ids = text::encode_prompt(tokenizer, &text).map_err(bad)?;
                 if ids.len() < 2 {
                     let what = format!("it makes {} tokens; expected at least 2", ids.len());
                     return Err(Bad::row(Reason::Empty, what));
                 }
-                Ok(Conversation { weights: vec![1.0; ids.len()], ids, turns: Vec::new() })
+                Ok(Conversation { weights: vec![1.0; ids.len()], text, ids, turns: Vec::new() })
             }
         }
     }
 
-    /// The conversation in a window, and whether that took shortening.
-    fn fit(&self) -> Result<(Example, bool)> {
+    /// The conversation in a window.
+    fn fit(&self) -> Result<Rendered> {
         let capacity = self.renderer.capacity();
         let whole = self.render(self.messages)?;
+        let left_out = text::left_out(self.template()?, self.messages, self.tools, &whole.text);
+        let rendered = |fitted, shortened| {
+            Ok(Rendered { examples: vec![labelled(fitted)?], shortened, left_out })
+        };
         let (tokens, kept) = (whole.ids.len(), whole.weights.get(capacity..));
         if tokens <= capacity {
-            return labelled(whole).map(|example| (example, false));
+            return rendered(whole, false);
         }
         let cut = kept.is_some_and(|rest| rest.iter().any(|&w| w != 0.0));
         let reason = if cut { Reason::TruncatedAnswer } else { Reason::TooLong };
@@ -177,18 +190,17 @@ impl Chat<'_> {
                  fit; use a larger `window`"
             )
         };
-        let fitted = fitted.ok_or_else(|| Bad::row(Reason::TruncatedAnswer, what()))?;
-        labelled(fitted).map(|example| (example, true))
+        rendered(fitted.ok_or_else(|| Bad::row(Reason::TruncatedAnswer, what()))?, true)
     }
 
-    /// Drops the fewest exchanges, oldest first, that make the conversation fit.
+    /// Drops the fewest exchanges, oldest first, that make the conversation fit. What the system
+    /// says among them stays.
     fn middle(&self, capacity: usize) -> Result<Option<Conversation>> {
         let cuts = cuts(self.messages);
-        let head = head(self.messages);
         let without = |cut: usize| {
-            let (before, after) = (self.messages.get(..head), self.messages.get(cut..));
-            let kept = [before.unwrap_or_default(), after.unwrap_or_default()].concat();
-            self.render(&kept)
+            let kept = self.messages.iter().enumerate();
+            let kept = kept.filter(|(i, message)| *i >= cut || is_system(message));
+            self.render(&kept.map(|(_, message)| message.clone()).collect::<Vec<_>>())
         };
         // The more is dropped, the shorter it gets.
         let (mut fitting, mut low, mut high) = (None, 0, cuts.len());
@@ -207,26 +219,26 @@ impl Chat<'_> {
     }
 }
 
-/// How many messages at the beginning are the system's.
-fn head(messages: &[Message]) -> usize {
-    messages.iter().take_while(|m| m.role == "system" || m.role == "developer").count()
+fn is_system(message: &Message) -> bool {
+    message.role == "system" || message.role == "developer"
 }
 
-/// Where a conversation may go on after its system messages: at a message of the user, up to the
+/// Where a conversation may go on after what is dropped: at a message of the user, up to the
 /// one that the last trained message answers.
 fn cuts(messages: &[Message]) -> Vec<usize> {
     let is_user = |&i: &usize| messages.get(i).is_some_and(|m| m.role == "user");
     let last = messages.iter().rposition(Message::is_trained);
     let asked = last.and_then(|last| (0..last).rev().find(is_user));
     let Some(asked) = asked else { return Vec::new() };
-    (head(messages) + 1..=asked).filter(is_user).collect()
+    let head = messages.iter().take_while(|m| is_system(m)).count();
+    (head + 1..=asked).filter(is_user).collect()
 }
 
 /// The last tokens up to the last that is trained, at most `capacity`, after BOS where the
 /// vocabulary has one. A turn whose beginning is cut off carries no loss; `None` where that is the
 /// last one.
 fn left(conversation: Conversation, capacity: usize, bos: Option<u32>) -> Option<Conversation> {
-    let Conversation { mut ids, mut weights, turns } = conversation;
+    let Conversation { text, mut ids, mut weights, turns } = conversation;
     let end = weights.iter().rposition(|&w| w != 0.0)? + 1;
     ids.truncate(end);
     weights.truncate(end);
@@ -247,7 +259,7 @@ fn left(conversation: Conversation, capacity: usize, bos: Option<u32>) -> Option
         }
     }
     let last = weights.last().is_some_and(|&w| w != 0.0);
-    last.then_some(Conversation { ids, weights, turns: Vec::new() })
+    last.then_some(Conversation { text, ids, weights, turns: Vec::new() })
 }
 
 /// The example of a conversation: the first token is never predicted, so it cannot be all.
@@ -265,6 +277,10 @@ fn bad(e: text::Error) -> Bad {
     match &e {
         text::Error::Turn { index, .. } => {
             Bad::field(Reason::AmbiguousTurn, at(*index), e.to_string())
+        }
+        text::Error::Unsaid { index, all, .. } => {
+            let reason = if *all { Reason::Empty } else { Reason::Template };
+            Bad::field(reason, at(*index), e.to_string())
         }
         text::Error::Message { index, .. } => {
             Bad::field(Reason::WrongType, at(*index), e.to_string())
@@ -291,6 +307,7 @@ mod tests {
                 Turn { message: i, tokens: i..end }
             };
             Conversation {
+                text: String::new(),
                 ids: (0..trained.len() as u32).collect(),
                 weights: trained.iter().map(|&t| f32::from(t)).collect(),
                 turns: starts.map(turn).collect(),

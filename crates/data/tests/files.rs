@@ -69,6 +69,9 @@ fn every_format_and_compression_gives_the_same_rows() {
             assert_eq!(read(folder.write(name, &packed)), expected, "{name}, packed");
         }
     }
+    // Pages in a compression that is rarer.
+    let expected = read(testdata("data/text.parquet"));
+    assert_eq!(read(testdata("data/text.lz4.parquet")), expected);
     // Members of gzip one after the other are one file.
     let list = given["text"].as_array().unwrap();
     let two = [gzip(lines(&list[..1]).as_bytes()), gzip(lines(&list[1..]).as_bytes())].concat();
@@ -127,6 +130,13 @@ fn files_are_refused_by_name() {
     let at = long.len() - 8;
     long[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
     refused(write("m.parquet", &long), "directory has 4294967295 bytes");
+    let said = refused(testdata("data/text.brotli.parquet"), "is compressed with Brotli");
+    assert!(said.contains("Snappy, gzip, Zstandard and LZ4 are"), "{said}");
+    refused(write("n.csv", b"text,\"other\na,b\n"), "line of names: a quote opens");
+    refused(
+        write("o.json", b"{\"system\": \"s\", \"rows\": [{\"text\": \"x\"}]}"),
+        "both a list `rows` and a field `system`",
+    );
 }
 
 #[test]
@@ -152,6 +162,13 @@ fn rows_are_refused_by_number_and_reason() {
         ("e.jsonl", b"{\"text\": 1e999}\n", "out of range"),
         ("f.json", b"[{\"text\": \"a\"}, 3]", "row 2: malformed: it is 3; expected an object"),
         ("g.csv", b"prompt,completion\na,b\nc\n", "row 2: malformed: it has 1 cells; expected 2"),
+        (
+            "p.csv",
+            b"prompt,completion\na,b\nx,\"he said\nc,d\ne,f\n",
+            "row 2: malformed: in cell 2, a quote opens that is never closed",
+        ),
+        ("q.tsv", b"text\na\n\"b\nc\n", "row 2: malformed: in cell 1, a quote opens"),
+        ("r.csv", b"prompt,completion\na,\"b\"c\nd,e\n", "row 1: malformed: in cell 2, or one"),
         ("h.csv", b"text\n\xff\xfe\n", "row 1: malformed: cell 1 is no UTF-8"),
         ("i.csv", b"messages\n\"[{\"\n", "row 1: wrong_type: `messages` is a text that is no JSON"),
         ("j.csv", b"text,other\n,x\n", "row 1: missing_field: `text` is missing"),
@@ -164,6 +181,54 @@ fn rows_are_refused_by_number_and_reason() {
     let many = format!("{{\"text\": [{}0]}}", "0,".repeat(data::MAX_VALUES));
     refused(folder.write("m.jsonl", &many), "more than 1048576 values");
     refused(folder.write("n.json", format!("[{many}]")), "more than 1048576 values");
+}
+
+/// Quotes where they may be are quotes, wherever the reader's buffer ends.
+#[test]
+fn a_bad_quote_is_blamed_on_its_record_alone() {
+    let folder = Folder::new("quotes");
+    for pad in [0, 1, 8100, 8180, 8185, 8190, 8192, 20_000] {
+        let long = "x".repeat(pad);
+        let text = format!(
+            "prompt,completion\r\n\"a\n{long}\",\"b \"\"c\"\"\"\r\nin\"ch,5\"\n\
+             \"d\"e,f\ng,\"\"\"h\n, \"\ni,j\nk,\"l\nm,n\n"
+        );
+        let options = Options { skip_bad: true, ..Options::default() };
+        let (kept, read) = rows(&[folder.write("a.csv", &text)], &options).unwrap();
+        let kept: Vec<String> = kept.iter().map(|row| said(&row.content)).collect();
+        let expected = [
+            format!("user: a\n{long} | assistant: b \"c\""),
+            "user: in\"ch | assistant: 5\"".into(),
+            "user: g | assistant: \"h\n, ".into(),
+            "user: i | assistant: j".into(),
+        ];
+        assert_eq!(kept, expected, "{pad}");
+        let bad: Vec<(u64, bool)> =
+            read.skipped.listed.iter().map(|b| (b.row, b.bad.what.contains("never"))).collect();
+        assert_eq!(bad, [(3, false), (6, true)], "{pad}");
+    }
+}
+
+/// What is no text or no number in Parquet is not taken for what is not there.
+#[test]
+fn parquet_values_that_json_has_not_are_refused() {
+    let options = Options { skip_bad: true, ..Options::default() };
+    let (kept, read) = rows(&[testdata("data/odd.parquet")], &options).unwrap();
+    assert_eq!(kept.iter().map(|r| r.number).collect::<Vec<_>>(), [1]);
+    let bad: Vec<String> = read.skipped.listed.iter().map(|bad| bad.bad.to_string()).collect();
+    assert!(bad[0].starts_with("`messages[0].content` is an object"), "{bad:?}");
+    assert!(bad[1].starts_with("`messages[1].weight` is \"NaN\""), "{bad:?}");
+}
+
+#[test]
+fn a_name_with_line_ends_is_shown_on_one_line() {
+    let folder = Folder::new("name");
+    let bad = rows(&[folder.write("a\n\u{1b}[31m.jsonl", "{\n")], &Options::default());
+    let said = bad.unwrap_err().to_string();
+    assert!(said.contains("a\\n\\u{1b}[31m.jsonl: row 1: malformed"), "{said}");
+    let none = rows(&[PathBuf::from("/nonexistent/a\u{9b}b\r")], &Options::default());
+    let said = none.unwrap_err().to_string();
+    assert!(said.starts_with("/nonexistent/a\\u{9b}b\\r: cannot be read"), "{said}");
 }
 
 /// A line that is too long is one bad row: the next is read.
@@ -211,9 +276,16 @@ fn bad_rows_are_refused_together_or_left_out_and_counted() {
     }
     let file = folder.write("a.jsonl", &text);
     let said = refused(file.clone(), "row 2: wrong_type: `text` is 3; expected a string");
-    assert!(said.contains("bad rows in all (") && said.contains("also 3, 4, 6"), "{said}");
+    assert!(said.contains("; 1000 bad rows up to row 1334, where reading stopped ("), "{said}");
+    assert!(said.contains("also 3, 4, 6"), "{said}");
     assert!(said.ends_with("leave such rows out with `--skip-bad`"), "{said}");
     assert!(said.len() < 600, "{said}");
+    // Others may have more of them.
+    let few = folder.write("few.jsonl", "{\n{\"text\": \"a\"}\n{\n");
+    let files = [few.clone(), file.clone(), file.clone()];
+    let said = rows(&files, &Options::default()).unwrap_err().to_string();
+    assert!(said.contains("; 2 bad rows in this file, 2 files after it not read ("), "{said}");
+    refused(few, "; 2 bad rows in all (2 malformed), also 3");
     let options = Options { skip_bad: true, ..Options::default() };
     let (kept, read) = rows(&[file], &options).unwrap();
     assert_eq!((kept.len(), read.files[0].rows), (625, 2500));

@@ -68,6 +68,46 @@ fn rows_are_read_in_the_layout_that_their_fields_say() {
             Layout::Prompt,
             "user: u | -assistant: a | assistant: b | assistant*2: d | user: v | assistant: c",
         ),
+        (
+            json!({"conversations": [
+                {"role": "user", "content": "u", "from": null},
+                {"role": "assistant", "content": "a", "train": false},
+                {"from": "human", "value": "v"}, {"role": "gpt", "content": "b", "weight": 2},
+            ]}),
+            Layout::ShareGpt,
+            "user: u | -assistant: a | user: v | assistant*2: b",
+        ),
+        (
+            json!({"tools": "[{\"name\": \"f\"}]", "system": "s", "conversations": [
+                {"from": "human", "value": "u"},
+                {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {}}"},
+                {"from": "observation", "value": "r"}, {"from": "gpt", "value": "a"},
+            ]}),
+            Layout::ShareGpt,
+            "1 tools | system: s | user: u | assistant:  | tool: r | assistant: a",
+        ),
+        (
+            json!({"system": "s", "messages": [{"role": "user", "content": "u"}]}),
+            Layout::Messages,
+            "system: s | user: u",
+        ),
+        (
+            json!({"instruction": "i", "context": "c", "response": "r", "category": "qa"}),
+            Layout::Alpaca,
+            "user: i\n\nc | assistant: r",
+        ),
+        (
+            json!({"instruction": "i", "context": "", "input": "n", "output": "o"}),
+            Layout::Alpaca,
+            "user: i\n\nn | assistant: o",
+        ),
+        (json!({"prompt": "p", "response": "r"}), Layout::Prompt, "user: p | assistant: r"),
+        (json!({"question": "q", "answer": "a"}), Layout::Prompt, "user: q | assistant: a"),
+        (
+            json!({"id": 1, "system_prompt": "s", "question": "q", "response": "r"}),
+            Layout::Prompt,
+            "system: s | user: q | assistant: r",
+        ),
         (json!({"text": "t\n"}), Layout::Text, "text: t\n"),
     ] {
         assert_eq!(read(&value), (layout, expected.to_string()), "{value}");
@@ -82,6 +122,43 @@ fn rows_are_read_in_the_layout_that_their_fields_say() {
     };
     let keys: Vec<&str> = messages[0].other.keys().map(String::as_str).collect();
     assert_eq!(keys, ["reasoning_content", "tool_calls", "name"]);
+}
+
+/// Calls that a turn says are those of OpenAI's shape.
+#[test]
+fn calls_that_a_turn_says_reach_the_template() {
+    let one = json!({"name": "f", "arguments": {"x": [1, "a"]}});
+    let two = json!([one, {"name": "g", "arguments": "{}"}]);
+    for (value, calls) in [(json!(one.to_string()), 1), (json!(two.to_string()), 2), (one, 1)] {
+        let row = json!({"conversations": [
+            {"from": "human", "value": "u"},
+            {"from": "function_call", "value": value, "weight": 3, "thought": "t"},
+        ]});
+        let data::Content::Chat { messages, .. } = row_of(&row, &Options::default()).unwrap().0
+        else {
+            panic!()
+        };
+        let Value::Array(list) = &messages[1].other["tool_calls"] else { panic!() };
+        assert_eq!((list.len(), messages[1].weight), (calls, 3.0));
+        assert_eq!(messages[1].other["thought"], "t");
+        let first = json!({"name": "f", "arguments": "{\"x\":[1,\"a\"]}"});
+        assert_eq!(list[0], json!({"type": "function", "function": first}));
+        assert!(calls == 1 || list[1]["function"]["arguments"] == "{}");
+    }
+}
+
+/// A table may hold lists of messages as texts.
+#[test]
+fn cells_hold_messages() {
+    let folder = Folder::new("cells");
+    let prompt = "[{\"\"role\"\": \"\"user\"\", \"\"content\"\": \"\"u\"\"}]";
+    let answer = prompt.replace("user", "assistant").replace("\"u\"", "\"a\"");
+    let text = format!("prompt,completion\n\"{prompt}\",\"{answer}\"\n");
+    let (lists, _) = rows(&[folder.write("a.csv", text)], &Options::default()).unwrap();
+    assert_eq!(said(&lists[0].content), "user: u | assistant: a");
+    let text = "prompt,completion\n[1],\"[{\"\"x\"\": 1}]\"\n";
+    let (texts, _) = rows(&[folder.write("b.csv", text)], &Options::default()).unwrap();
+    assert_eq!(said(&texts[0].content), "user: [1] | assistant: [{\"x\": 1}]");
 }
 
 #[track_caller]
@@ -109,7 +186,57 @@ fn f46_rows_are_refused_by_field() {
     let cases = [
         (json!({}), Empty, "", "it has no fields; expected `messages`, `conversations`"),
         (json!({"mesages": []}), UnknownLayout, "", "is `messages` meant by \"mesages\"?"),
-        (json!({"prompt": "a", "response": "b"}), UnknownLayout, "", "\"prompt\", \"response\""),
+        (json!({"prompt": "a", "reply": "b"}), UnknownLayout, "", "\"prompt\", \"reply\""),
+        (
+            json!({"prompt": "a", "completion": "b", "response": "c"}),
+            UnknownLayout,
+            "",
+            "`completion` and `response` are the same to layout prompt; leave one out, or",
+        ),
+        (
+            json!({"instruction": "a", "question": "b", "response": "c"}),
+            UnknownLayout,
+            "",
+            "several layouts fit its fields: alpaca, prompt",
+        ),
+        (
+            json!({"prompt": "a", "completion": "b", "answer": "c"}),
+            UnknownField,
+            "answer",
+            "`answer` means something in other rows, and is not read beside `prompt`",
+        ),
+        (
+            json!({"question": "a", "answer": "b", "context": "c"}),
+            UnknownField,
+            "context",
+            "`--layout prompt` to pass over it",
+        ),
+        (json!({"text": "a", "system": "s"}), UnknownField, "system", "beside `text`"),
+        (
+            json!({"instruction": "a", "output": "b", "tools": [{}]}),
+            UnknownField,
+            "tools",
+            "not read beside `instruction`, `output`",
+        ),
+        (json!({"question": "a", "response": ""}), Empty, "response", "`response` is empty"),
+        (
+            json!({"instruction": "i", "input": "a", "context": "b", "output": "o"}),
+            BadValue,
+            "context",
+            "exclude each other",
+        ),
+        (
+            json!({"messages": [{"role": "system", "content": "s"}], "system": "t"}),
+            BadValue,
+            "system",
+            "exclude each other",
+        ),
+        (
+            json!({"messages": [user()], "system": "t", "system_prompt": "u"}),
+            BadValue,
+            "system_prompt",
+            "exclude each other",
+        ),
         (
             json!({"messages": [], "text": ""}),
             UnknownLayout,
@@ -178,14 +305,47 @@ fn f46_rows_are_refused_by_field() {
             turns(json!({"from": "bing", "value": "a"})),
             BadValue,
             "conversations[0].from",
-            "human, gpt, system or tool",
+            "human, gpt, system, function_call, observation or tool",
         ),
         (turns(json!({"value": "a"})), MissingField, "conversations[0].from", "who speaks"),
+        // One of the two would go before the other, and nobody would know which.
         (
-            turns(json!({"role": "user", "content": "a"})),
-            MissingField,
+            turns(json!({"from": "human", "value": "a", "role": "assistant"})),
+            BadValue,
             "conversations[0]",
-            "call the field `messages`",
+            "has the fields from, value, role; expected",
+        ),
+        (
+            turns(json!({"from": "human", "content": "a"})),
+            BadValue,
+            "conversations[0]",
+            "has the fields from, content; expected",
+        ),
+        (turns(json!({"role": "bing", "content": "a"})), BadValue, "conversations[0].role", "gpt"),
+        (
+            turns(json!({"from": "function_call", "value": "f(x)"})),
+            WrongType,
+            "conversations[0].value",
+            "is a text that is no JSON",
+        ),
+        (
+            turns(json!({"from": "function_call", "value": "{\"arguments\": {}}"})),
+            WrongType,
+            "conversations[0].value",
+            "expected JSON of `name` and `arguments`",
+        ),
+        (
+            answer(json!({"function_call": {"name": "f"}})),
+            UnknownField,
+            "messages[1].function_call",
+            "what `tool_calls` was before",
+        ),
+        (answer(json!({"tool_calls": "[]"})), WrongType, "messages[1].tool_calls", "list of calls"),
+        (
+            answer(json!({"tool_calls": [3]})),
+            WrongType,
+            "messages[1].tool_calls[0]",
+            "an object that calls",
         ),
         (turns(json!({"from": "gpt"})), Empty, "conversations[0].value", "teach to say nothing"),
         (
@@ -239,6 +399,15 @@ fn a_layout_can_be_chosen() {
     assert_eq!(said(&content), "user: i | assistant: o");
     assert!(read.files[0].ignored.contains("text"));
     assert_eq!(said(&row_of(&value, &options(Layout::Text)).unwrap().0), "text: all of it");
+    // Of names that mean the same the first is read.
+    let both = json!({"prompt": "p", "answer": "a", "completion": "c", "response": "r"});
+    let (content, read) = row_of(&both, &options(Layout::Prompt)).unwrap();
+    assert_eq!(said(&content), "user: p | assistant: c");
+    let ignored: Vec<&str> = read.files[0].ignored.iter().map(String::as_str).collect();
+    assert_eq!(ignored, ["answer", "response"]);
+    let part = "`answer` is missing; expected a text, or a list of messages";
+    let half = json!({"question": "q", "text": "t"});
+    refused(&half, &options(Layout::Prompt), Reason::MissingField, "answer", part);
     let part = "a text, or a list of messages";
     refused(&value, &options(Layout::Prompt), Reason::MissingField, "prompt", part);
     let value = json!({"text": "a", "labels": [1]});

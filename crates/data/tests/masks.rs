@@ -260,6 +260,89 @@ fn middle_drops_whole_exchanges_and_keeps_the_system() {
     assert!(more.examples[0].tokens.len() > 129);
 }
 
+/// What the system says further on is kept, too, in its place among what stays.
+#[test]
+fn middle_keeps_what_the_system_says_in_the_midst() {
+    let template = ChatTemplate::builtin("chatml", SpecialTokens::of(smollm2())).unwrap();
+    let mut list = vec![("system", "Be brief."), ("developer", "Be kind.")];
+    list.extend([("user", "One?"), ("assistant", "Yes, one.")].repeat(3));
+    list.push(("system", "Now be long."));
+    list.extend([("user", "Two?"), ("assistant", "Yes, two.")].repeat(5));
+    list.push(("system", "Now end."));
+    list.extend([("user", "Three?"), ("assistant", "Yes, three.")]);
+    for (window, first) in [(64, "Three?"), (110, "Two?")] {
+        let options = Options { window: Some(window), fit: Fit::Middle, ..Options::default() };
+        let rendered = renderer(&template, &options).examples(&chat(&list)).unwrap();
+        let text = marked(&rendered.examples[0]);
+        assert!(rendered.shortened && rendered.examples[0].rows() <= window, "{text}");
+        let before = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>developer\nBe kind.\
+                      <|im_end|>\n<|im_start|>system\nNow be long.<|im_end|>\n";
+        assert!(text.starts_with(before), "{text}");
+        assert!(!text.contains("One?") && text.matches("Now end.").count() == 1, "{text}");
+        let user = text.split("<|im_start|>user\n").nth(1).unwrap();
+        assert!(user.starts_with(first), "{text}");
+        assert!(text.ends_with("[Yes, three.<|im_end|>\n]"), "{text}");
+    }
+}
+
+/// f46: a template without tool calls teaches to say nothing where there are some, and one without
+/// tools never shows them.
+#[test]
+fn f46_what_a_template_does_not_render_is_refused_or_named() {
+    let folder = Folder::new("unsaid");
+    let row = |content: &str| {
+        json!({
+            "tools": [{"type": "function", "function": {"name": "find", "parameters": {}}}],
+            "messages": [
+                {"role": "user", "content": "Where is it?"},
+                {"role": "assistant", "content": content, "tool_calls": [
+                    {"type": "function", "function": {"name": "find", "arguments": "{}"}}]},
+            ],
+        })
+        .to_string()
+    };
+    let fine = json!({
+        "tools": [{"type": "function", "function": {"name": "find"}}],
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    });
+    let calls = folder.write("calls.jsonl", format!("{fine}\n{}\n", row("")));
+    let text = folder.write("text.jsonl", format!("{fine}\n{}\n", row("Let me see.")));
+    let both = folder.write("both.jsonl", format!("{fine}\n{fine}\n"));
+    for (name, template) in &templates() {
+        let load = |file: &std::path::PathBuf, loss_on| {
+            let options = Options { loss_on, ..Options::default() };
+            data::load(std::slice::from_ref(file), &options, smollm2(), Ok(template))
+        };
+        let renders = name.starts_with("qwen");
+        for loss_on in [LossOn::Assistant, LossOn::All] {
+            for (file, reason) in [(&calls, Reason::Empty), (&text, Reason::Template)] {
+                match load(file, loss_on) {
+                    Ok(got) => {
+                        assert!(renders, "{name}");
+                        let made = marked(&got.examples[1]);
+                        assert!(made.contains("find"), "{name}: {made}");
+                        assert!(got.files[0].left_out.is_empty(), "{:?}", got.files);
+                    }
+                    Err(data::Error::Rows(bad)) => {
+                        assert!(!renders, "{name}: {bad}");
+                        let [bad] = bad.listed.as_slice() else { panic!("{bad}") };
+                        let field = bad.bad.field.as_str();
+                        assert_eq!((bad.row, bad.bad.reason, field), (2, reason, "messages[1]"));
+                        let said = bad.to_string();
+                        assert!(said.contains("message 1: the chat template"), "{said}");
+                        assert!(said.contains("tool calls") && said.contains("`train`"), "{said}");
+                    }
+                    Err(other) => panic!("{name}: {other}"),
+                }
+            }
+        }
+        let got = load(&both, LossOn::Assistant).unwrap();
+        let left_out: Vec<_> = got.files[0].left_out.iter().map(|(k, n)| (&**k, *n)).collect();
+        let expected = if renders { vec![] } else { vec![("`tools`", 2)] };
+        assert_eq!(left_out, expected, "{name}");
+    }
+}
+
 #[test]
 fn a_text_is_cut_into_windows_that_predict_every_token_once() {
     let text: String = (0..500).map(|i| format!("{i} ")).collect();

@@ -6,9 +6,17 @@ use serde_json::Value;
 
 use crate::{ChatTemplate, Content, Encode, Error, Message, Tokenizer};
 
+mod said;
+
+pub use said::{check_said, left_out};
+
+use said::Written;
+
 /// A conversation to train on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conversation {
+    /// What the template makes of it.
+    pub text: String,
     /// The tokens of the whole conversation.
     pub ids: Vec<u32>,
     /// For each token the weight of the loss of predicting it: that of its message where it
@@ -59,10 +67,11 @@ pub fn encode_chat(
 /// generation prompt, to the end of its own turn. Where it is not (many leave out the reasoning
 /// of earlier turns), the span is what changes in the whole rendering when the content of the
 /// message does, with the end of the turn. If that is not one piece of the content between texts
-/// that stay as they are, the message is refused.
+/// that stay as they are, the message is refused. So is one of which the template renders nothing,
+/// or whose tool calls it leaves out.
 ///
 /// # Errors
-/// The template fails; a turn cannot be found; or no token is trained on.
+/// The template fails; a turn cannot be found or is not rendered; or no token is trained on.
 pub fn conversation(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
@@ -78,6 +87,7 @@ pub fn conversation(
         if span.start < end {
             return Err(unclear(index, "writes this turn before the one that comes first"));
         }
+        Written { template, messages, tools, full: &full }.check(index, span.clone())?;
         end = span.end;
         spans.push((index, message.weight, span));
     }
@@ -106,7 +116,7 @@ pub fn conversation(
         });
     }
     let ids = pieces.into_iter().map(|piece| piece.id).collect();
-    Ok(Conversation { ids, weights, turns })
+    Ok(Conversation { text: full, ids, weights, turns })
 }
 
 fn unclear(index: usize, what: &str) -> Error {

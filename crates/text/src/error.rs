@@ -71,6 +71,16 @@ pub enum Error {
         /// Why, and what to do.
         what: String,
     },
+    /// The template leaves out what the assistant says in a message, or a part of it.
+    #[error("message {index}: {what}")]
+    Unsaid {
+        /// Index from 0.
+        index: usize,
+        /// Nothing of it is rendered.
+        all: bool,
+        /// What is left out, and what to do.
+        what: String,
+    },
     /// A conversation cannot be trained on as a whole.
     #[error("the conversation cannot be trained on: {what}")]
     Conversation {

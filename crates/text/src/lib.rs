@@ -21,7 +21,9 @@ mod stream;
 mod template;
 mod tokenizer;
 
-pub use conversation::{Conversation, Turn, conversation, encode_chat, encode_prompt};
+pub use conversation::{
+    Conversation, Turn, check_said, conversation, encode_chat, encode_prompt, left_out,
+};
 pub use error::Error;
 pub use message::{Content, Message};
 pub use sampler::{Sampled, Sampler, SamplerConfig};

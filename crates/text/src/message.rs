@@ -72,6 +72,11 @@ impl Message {
         self.role == "assistant" && self.train && self.weight > 0.0
     }
 
+    /// Its tool calls; none where there are none.
+    pub(crate) fn calls(&self) -> Option<&Vec<Value>> {
+        self.other.get("tool_calls")?.as_array().filter(|calls| !calls.is_empty())
+    }
+
     /// The content as text; none where there is none.
     ///
     /// # Errors

@@ -145,7 +145,7 @@ impl<'de> Visitor<'de> for Document<'_, '_, '_> {
         }
         match list {
             None => self.state.row(Value::Object(row)),
-            Some(list) => match row.keys().find(|k| Layout::is_field(k)) {
+            Some(list) => match row.keys().find(|k| Layout::means(k)) {
                 Some(field) => Err(A::Error::custom(format!(
                     "it has both a list `{list}` and a field `{field}`; expected a list of rows, \
                      or a row"

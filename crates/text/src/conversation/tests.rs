@@ -236,3 +236,85 @@ fn tools_reach_the_template() {
     let got = conversation(&tokenizer, &template, &chat()[..2], &tools).unwrap();
     assert_eq!(marked(&tokenizer, &got), "f;a;[bb;]");
 }
+
+fn calling(content: &str, names: &[&str]) -> Message {
+    let call = |name: &&str| json!({"function": {"name": name, "arguments": "{\"x\": 1}"}});
+    let calls: Vec<Value> = names.iter().map(call).collect();
+    let mut message = Message::new("assistant", content);
+    message.other.insert("tool_calls".into(), calls.into());
+    message
+}
+
+/// Writes the content, and so many of the calls.
+const CALLS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\
+    {% for c in (m.tool_calls or [])[:N] %}{{ c.function.name }}{{ c.function.arguments.x }}\
+    {% endfor %}<|im_end|>\n{% endfor %}\
+    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+#[test]
+fn an_answer_that_the_template_leaves_out_is_refused() {
+    let tokenizer = byte_bpe();
+    let outcome = |source: &str, answer: Message| {
+        let list = [Message::new("user", "a"), answer];
+        let template = template(&tokenizer, source);
+        match conversation(&tokenizer, &template, &list, &[]) {
+            Err(Error::Unsaid { index: 1, all, what }) => {
+                let full = template.render(&list, &[], false).unwrap();
+                assert!(check_said(&template, &list, &[], &full, 1).is_err());
+                Some((all, what))
+            }
+            other => {
+                other.unwrap();
+                None
+            }
+        }
+    };
+    let refused = |source: &str, answer| outcome(source, answer).unwrap();
+    let with = |calls: &str| CALLS.replace('N', calls);
+    let (all, what) = refused(&with("0"), calling("", &["f"]));
+    assert!(all && what.contains("does not render tool calls"), "{what}");
+    let (all, what) = refused(&with("0"), calling("So.", &["f"]));
+    assert!(!all && what.contains("without its tool calls"), "{what}");
+    let (all, what) = refused(&with("1"), calling("", &["f", "g"]));
+    assert!(!all && what.contains("the last of its 2 tool calls"), "{what}");
+    for (calls, answer) in [("1", calling("", &["f"])), ("2", calling("So.", &["f", "g"]))] {
+        assert_eq!(outcome(&with(calls), answer), None);
+    }
+    // Reasoning alone, which the template takes away.
+    let thinks = with("0").replace("m.content", "m.content.split('</think>')[-1]");
+    let (all, what) = refused(&thinks, Message::new("assistant", "<think>x</think>"));
+    assert!(all && what.contains("renders nothing of what it says"), "{what}");
+    assert_eq!(outcome(&thinks, Message::new("assistant", "<think>x</think>y")), None);
+}
+
+#[test]
+fn what_a_template_leaves_out_is_named() {
+    let tokenizer = byte_bpe();
+    let mut list =
+        vec![Message::new("system", "s"), Message::new("user", "a"), calling("", &["f"])];
+    list.extend([Message::new("tool", "result"), Message::new("assistant", "done")]);
+    for key in ["reasoning_content", "tool_call_id"] {
+        list[3].other.insert(key.into(), "because".into());
+    }
+    list[3].other.insert("name".into(), "".into());
+    list[2].train = false;
+    let tools = [json!({"name": "f"})];
+    let named = |source: &str, list: &[Message]| {
+        let template = template(&tokenizer, source);
+        let full = template.render(list, &tools, false).unwrap();
+        left_out(&template, list, &tools, &full).into_iter().collect::<Vec<_>>().join(", ")
+    };
+    let chatml = CALLS.replace('N', "0");
+    let expected = "`tools`, the messages' \"reasoning_content\", the messages' \"tool_calls\"";
+    assert_eq!(named(&chatml, &list), expected);
+    let whole = CALLS.replace('N', "9").replace("{{ m.role }}", "{{ m.reasoning_content }}")
+        + "{{ tools }}";
+    assert_eq!(named(&whole, &list), "");
+    let few = whole.replace("in messages %}", "in messages if m.role in ['user', 'assistant'] %}");
+    let expected = "the messages' \"reasoning_content\", what role \"system\" says, \
+                    what role \"tool\" says";
+    assert_eq!(named(&few, &list), expected);
+    list[2] = calling("Let me see.", &["f"]);
+    let calls = whole.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}");
+    assert_eq!(named(&calls, &list), "what is said beside tool calls");
+}
