@@ -152,12 +152,16 @@ pub fn tell_rows(files: &[FileReport], skipped: &BadRows) {
     for about in files {
         let layout = about.layout.map_or("none", Layout::name);
         let rows = count(about.rows);
-        let mut said = format!("{}: {rows} rows, layout: {layout}", about.file.display());
+        let file = printable(&about.file.display().to_string());
+        let mut said = format!("{file}: {rows} rows, layout: {layout}");
         if !about.ignored.is_empty() {
             let names: Vec<String> = about.ignored.iter().map(|n| printable(n)).collect();
             said += &format!("; columns without meaning here: {}", names.join(", "));
         }
         note(&said);
+        if let Some(said) = left_out(about) {
+            note(&format!("warning: {file}: {said}"));
+        }
     }
     if skipped.total() > 0 {
         note(&format!("left out {} rows: {}", count(skipped.total()), skipped.reasons()));
@@ -168,6 +172,20 @@ pub fn tell_rows(files: &[FileReport], skipped: &BadRows) {
             note("  ...");
         }
     }
+}
+
+/// What the chat template leaves out of a file, in words, if anything.
+pub fn left_out(about: &FileReport) -> Option<String> {
+    let each = about.left_out.iter();
+    let each = each.map(|(what, rows)| format!("{} ({} rows)", printable(what), count(*rows)));
+    let each: Vec<String> = each.collect();
+    (!each.is_empty()).then(|| {
+        format!(
+            "the chat template renders nothing of {}; the model will not see it, unless another \
+             template has it",
+            each.join(", ")
+        )
+    })
 }
 
 /// Text from outside for a terminal: control characters are written out.

@@ -63,6 +63,33 @@ fn data_show_marks_what_is_trained() {
     assert!(packing["windows"].as_u64() >= Some(1) && packing["full"].as_f64() > Some(0.0));
 }
 
+/// What the template does not render is named, once; and no file's name drives the terminal.
+#[test]
+fn what_is_not_rendered_is_said_once_per_file() {
+    let folder = Folder::new("left-out");
+    let row = r#"{"tools": [{"name": "f"}], "messages": [{"role": "user", "content": "the cat?"},
+        {"role": "assistant", "content": "on the mat", "reasoning_content": "mats"}]}"#
+        .replace('\n', " ");
+    let data = folder.write("a\n\u{1b}[31mb.jsonl", format!("{row}\n{row}\n"));
+    let other = folder.write("plain.jsonl", facts());
+    let args = ["data", "show", &data, &other, "-m", &model(), "--template", "plain"];
+    let run = gradus(&args).output().unwrap();
+    let (said, told) = (text(&run.stdout), text(&run.stderr));
+    assert!(run.status.success(), "{told}");
+    let expected = "a\\n\\u{1b}[31mb.jsonl: the chat template renders nothing of `tools` (2 rows), \
+                    the messages' \"reasoning_content\" (2 rows)";
+    let warnings: Vec<&str> = told.lines().filter(|l| l.starts_with("warning: ")).collect();
+    assert!(warnings.len() == 1 && warnings[0].contains(expected), "{told}");
+    assert!(told.contains("a\\n\\u{1b}[31mb.jsonl: 2 rows, layout: messages"), "{told}");
+    for part in ["a\\n\\u{1b}[31mb.jsonl row 1: ", "layout    messages: ", "left out  the chat"] {
+        assert!(said.contains(part), "no {part:?} in: {said}");
+    }
+    assert!(!said.contains('\u{1b}') && !told.contains('\u{1b}'), "{said}{told}");
+    let said = json(&[&args[..], &["--json"]].concat());
+    assert_eq!(said["files"][0]["not_rendered"]["`tools`"], 2);
+    assert_eq!(said["files"][1]["not_rendered"], serde_json::json!({}));
+}
+
 /// f39, f46: what cannot be learned from stops a run before it starts, by file, row and reason.
 #[test]
 fn f39_bad_rows_are_refused_before_training_or_left_out() {

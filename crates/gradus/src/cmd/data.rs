@@ -11,7 +11,7 @@ use text::{ChatTemplate, SpecialTokens, Tokenizer};
 use crate::error::{Error, Result};
 use crate::options::{DataArgs, ReadingArgs, RowRange, TemplateArgs};
 use crate::output::{count, json, line};
-use crate::reading::printable;
+use crate::reading::{left_out, printable};
 
 /// Look at training data as the trainer sees them
 #[derive(clap::Args, Debug)]
@@ -144,7 +144,10 @@ impl Show {
             let (file, row) = dataset.origins.get(i).copied().unwrap_or_default();
             let file = match dataset.files.len() {
                 1 => String::new(),
-                _ => self.files.get(file).map_or(String::new(), |f| format!("{} ", f.display())),
+                _ => self
+                    .files
+                    .get(file)
+                    .map_or(String::new(), |f| format!("{} ", printable(&f.display().to_string()))),
             };
             let weight = match example.weight() == example.labelled() as f64 {
                 true => String::new(),
@@ -169,7 +172,10 @@ impl Show {
         line("")?;
         for about in &dataset.files {
             let layout = about.layout.map_or("none", ::data::Layout::name);
-            line(&format!("layout    {layout}: {}", about.file.display()))?;
+            line(&format!("layout    {layout}: {}", printable(&about.file.display().to_string())))?;
+            if let Some(said) = left_out(about) {
+                line(&format!("left out  {said}"))?;
+            }
         }
         line(&format!("rows      {}", count(dataset.files.iter().map(|f| f.rows).sum())))?;
         line(&format!(
@@ -230,6 +236,7 @@ impl Show {
                 "layout": f.layout.map(::data::Layout::name),
                 "rows": f.rows,
                 "ignored_columns": f.ignored,
+                "not_rendered": f.left_out,
             })
         };
         let bad = |row: &BadRow| {
