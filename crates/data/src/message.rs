@@ -99,6 +99,10 @@ pub(crate) fn finish(
             return Err(unknown(&format!("{path}.{odd}"), odd, &known));
         }
         check_calls(path, &other)?;
+        if role != "assistant" && crate::fields::near(&role, &["assistant"]).is_some() {
+            let bad = wrong(&format!("{path}.role"), &Value::String(role), "\"assistant\"");
+            return Err(Bad { reason: Reason::BadValue, ..bad });
+        }
     }
     let message = Message { role, content, train, weight, other };
     // What is no text is refused here, where its place is known.

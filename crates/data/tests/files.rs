@@ -244,7 +244,10 @@ fn the_length_of_a_row_is_bounded() {
     assert_eq!(kept.iter().map(|r| r.number).collect::<Vec<_>>(), [1, 3]);
     assert_eq!(read.skipped.counts[&Reason::Malformed], 1);
     refused(folder.write("b.json", format!("[{{\"text\": \"{long}\"}}]")), "longer than 16 MiB");
-    refused(folder.write("c.csv", format!("text\n\"{long}{long}\"\n")), "longer than 16 MiB");
+    refused(folder.write("c.csv", format!("text\n{long}{long}\n")), "longer than 16 MiB");
+    let open = folder.write("d.csv", format!("text\na\n\"{long}\n{long}\n"));
+    let said = refused(open, "longer than 16 MiB");
+    assert!(said.ends_with("; row 2 has a quote that may never be closed"), "{said}");
 }
 
 #[test]

@@ -262,6 +262,9 @@ fn f46_rows_are_refused_by_field() {
             "messages[1].content",
             "of type",
         ),
+        // It would not be trained on.
+        (answer(json!({"role": "Assistant"})), BadValue, "messages[1].role", "\"assistant\""),
+        (answer(json!({"role": "asistant"})), BadValue, "messages[1].role", "\"assistant\""),
         (answer(json!({"train": "no"})), WrongType, "messages[1].train", "true or false"),
         (answer(json!({"trian": false})), UnknownField, "messages[1].trian", "is `train` meant?"),
         (answer(json!({"weights": 1})), UnknownField, "messages[1].weights", "is `weight` meant?"),

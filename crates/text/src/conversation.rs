@@ -71,7 +71,7 @@ pub fn encode_chat(
 /// or whose tool calls it leaves out.
 ///
 /// # Errors
-/// The template fails; a turn cannot be found or is not rendered; or no token is trained on.
+/// The template fails; a turn cannot be found or is not rendered; or no token of it is trained on.
 pub fn conversation(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
@@ -104,16 +104,14 @@ pub fn conversation(
         let rest = pieces.get(next..).unwrap_or_default();
         let first = next + rest.partition_point(|p| (p.start as usize) < span.start);
         let last = next + rest.partition_point(|p| (p.start as usize) < span.end);
-        if let Some(weights) = weights.get_mut(first..last).filter(|w| !w.is_empty()) {
-            weights.fill(weight);
-            turns.push(Turn { message, tokens: first..last });
-        }
+        let Some(weights) = weights.get_mut(first..last).filter(|w| !w.is_empty()) else {
+            let what = "no token begins inside what the assistant says, as the chat template has \
+                        nothing between that and what is before; use another template";
+            return Err(Error::Turn { index: message, what: what.into() });
+        };
+        weights.fill(weight);
+        turns.push(Turn { message, tokens: first..last });
         next = last;
-    }
-    if turns.is_empty() {
-        return Err(Error::Conversation {
-            what: "no token begins inside what the assistant says".into(),
-        });
     }
     let ids = pieces.into_iter().map(|piece| piece.id).collect();
     Ok(Conversation { text: full, ids, weights, turns })

@@ -66,6 +66,11 @@ pub(super) fn records(
                 ErrorKind::Utf8 { err, .. } => {
                     malformed(format!("cell {} is no UTF-8", err.field() + 1))
                 }
+                ErrorKind::Io(e) if reader.get_ref().is_open() => {
+                    let row = number + 1;
+                    let why = format!("{e}; row {row} has a quote that may never be closed");
+                    return Err(io::Error::other(why).into());
+                }
                 _ => return Err(reading("cannot be read", e)),
             },
         };
@@ -151,6 +156,11 @@ enum State {
 impl<R> Quotes<R> {
     fn new(from: R, delimiter: u8) -> Self {
         Quotes { from, delimiter, at: 0, state: State::Start, faults: Rc::default() }
+    }
+
+    /// What has been read ends between quotes.
+    fn is_open(&self) -> bool {
+        matches!(self.state, State::Quoted(_))
     }
 
     fn see(&mut self, byte: u8) {

@@ -206,13 +206,19 @@ fn a_span_within_a_token_is_no_token() {
     // "ab" is one token here, and the answer "b" begins inside it.
     let tokenizer = byte_bpe();
     let template = template(&tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}");
-    let error =
-        conversation(&tokenizer, &template, &messages(&[("user", "a"), ("assistant", "b")]), &[])
-            .unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "the conversation cannot be trained on: no token begins inside what the assistant says"
-    );
+    // That another answer is trained makes up for nothing.
+    for list in [
+        &[("user", "a"), ("assistant", "b")][..],
+        &[("user", "d"), ("assistant", "c"), ("user", "a"), ("assistant", "b")],
+    ] {
+        let error = conversation(&tokenizer, &template, &messages(list), &[]).unwrap_err();
+        let expected = format!(
+            "message {}: no token begins inside what the assistant says, as the chat template has \
+             nothing between that and what is before; use another template",
+            list.len() - 1
+        );
+        assert_eq!(error.to_string(), expected);
+    }
 }
 
 #[test]
