@@ -6,6 +6,9 @@ use model::{Model, Projection};
 
 use crate::{Error, Result};
 
+/// Whether a projection, by its tensor's name, is meant.
+type IsMeant<'a> = dyn Fn(&str, &Projection) -> bool + 'a;
+
 /// A name for projections, and which they are.
 type Kind = (&'static str, fn(&str, &Projection) -> bool);
 
@@ -40,19 +43,19 @@ pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>>
     let base = model.base();
     let mut chosen = BTreeSet::new();
     for pattern in patterns {
-        let hits = |is_hit: &dyn Fn(&str, &Projection) -> bool| -> Vec<&String> {
+        let hits = |is_hit: &IsMeant<'_>| -> Vec<&String> {
             let hits = projections.iter().filter(|(name, projection)| is_hit(name, projection));
             hits.map(|(name, _)| *name).collect()
         };
         let matches = match KINDS.iter().find(|(kind, _)| kind == pattern) {
             Some((_, of_kind)) => hits(of_kind),
             None => {
-                let readings: [&dyn Fn(&str, &Projection) -> bool; 3] = [
+                let readings: [&IsMeant<'_>; 3] = [
                     &|name, _| kind_of(name) == Some(pattern),
                     &|name, _| base.is_called(name, pattern),
                     &|name, _| name.contains(pattern.as_str()),
                 ];
-                let mut found = readings.iter().map(|reading| hits(*reading));
+                let mut found = readings.iter().map(|reading| hits(reading));
                 found.find(|found| !found.is_empty()).unwrap_or_default()
             }
         };

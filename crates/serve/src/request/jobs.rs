@@ -260,7 +260,6 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         walks,
         seed,
         graph,
-        ..TrainConfig::default()
     };
     Ok(Settings { config, fit, pacing, memory_budget, may_recompute })
 }
