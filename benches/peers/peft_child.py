@@ -60,6 +60,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one more")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
     parser.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
     args = parser.parse_args()
 
@@ -71,7 +72,7 @@ def main():
     if args.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS)
+    lora = peft.LoraConfig(r=args.rank, lora_alpha=16, target_modules=PROJECTIONS)
     model = peft.get_peft_model(model, lora)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -116,6 +116,8 @@ def main():
     parser.add_argument("-t", type=int, default=2, help="threads")
     parser.add_argument("-r", "--runs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of the training window")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
+    parser.add_argument("--recompute", action="store_true", help="Gradus recomputes each layer")
     parser.add_argument("--out", help="where to write everything as JSON")
     args = parser.parse_args()
 
@@ -141,18 +143,21 @@ def main():
             sides = {
                 "gradus": [
                     *[args.gradus, "bench", "-m", model, "--train", "-p", window],
-                    *["-t", threads, "--json", "-r", "3"],
+                    *["-t", threads, "--json", "-r", "3", "--rank", str(args.rank)],
+                    *(["--recompute", "per-layer"] if args.recompute else []),
                 ]
             }
             for variant in args.variant or VARIANTS:
                 dtype, _, checkpoint = variant.partition("-")
                 sides[variant] = [
                     *[sys.executable, str(HERE / "peft_child.py"), "-m", model, "-t", threads],
-                    *["--tokens", window, "--dtype", dtype],
+                    *["--tokens", window, "--dtype", dtype, "--rank", str(args.rank)],
                     *(["--checkpoint"] if checkpoint else []),
                 ]
             results = interleave(wanted(sides, args.side), args.runs)
-            title = f"{name}: LoRA r 8 on all linear layers, 1x{window}, {threads} threads"
+            recompute = ", layers recomputed" if args.recompute else ""
+            title = f"{name}: LoRA r {args.rank} on all linear layers, 1x{window}"
+            title += f"{recompute}, {threads} threads"
             summary = table(title, TRAIN, results)
             best(summary)
             entry["train"] = {"runs": results, "summary": summary}

@@ -8,7 +8,7 @@ use text::{ChatTemplate, Tokenizer};
 
 use crate::error::{BadRow, BadRows, Stopped};
 use crate::layout::{Content, Layout, Reading};
-use crate::render::{Fit, LossOn, Renderer};
+use crate::render::{Fit, LossOn, Rendered, Renderer};
 use crate::{Bad, Error, Example, Reason, Result, source};
 
 /// How data are read.
@@ -95,15 +95,32 @@ pub fn load(
 ) -> Result<Dataset> {
     let renderer = Renderer::new(tokenizer, template, options);
     let (mut examples, mut origins, mut shortened) = (Vec::new(), Vec::new(), 0);
-    let mut left_out = Vec::new();
-    let mut read = each(files, options, &mut |row| {
-        let rendered = renderer.examples(&row.content)?;
-        if !rendered.left_out.is_empty() {
-            left_out.push((row.file, rendered.left_out));
-        }
+    let read = each_rendered(files, options, &renderer, &mut |row, rendered| {
         shortened += u64::from(rendered.shortened);
         origins.extend(rendered.examples.iter().map(|_| (row.file, row.number)));
         examples.extend(rendered.examples);
+    })?;
+    Ok(Dataset { examples, origins, files: read.files, shortened, skipped: read.skipped })
+}
+
+/// As [`each`], with what becomes of the rows that are good.
+///
+/// # Errors
+/// As [`load`].
+pub fn each_rendered(
+    files: &[PathBuf],
+    options: &Options,
+    renderer: &Renderer<'_>,
+    take: &mut dyn FnMut(Row, Rendered),
+) -> Result<Read> {
+    let mut left_out = Vec::new();
+    let mut read = each(files, options, &mut |row| {
+        let mut rendered = renderer.examples(&row.content)?;
+        let names = std::mem::take(&mut rendered.left_out);
+        if !names.is_empty() {
+            left_out.push((row.file, names));
+        }
+        take(row, rendered);
         Ok(())
     })?;
     for (file, names) in left_out {
@@ -111,7 +128,7 @@ pub fn load(
             about.leave_out(names);
         }
     }
-    Ok(Dataset { examples, origins, files: read.files, shortened, skipped: read.skipped })
+    Ok(read)
 }
 
 /// What became of the rows of files.

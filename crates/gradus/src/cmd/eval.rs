@@ -208,8 +208,8 @@ impl Args {
         let renderer = Renderer::new(model.tokenizer(), template, &options);
         let mut material = Material { examples: Vec::new(), questions: Vec::new(), rows: 0 };
         let mut texts = false;
-        let read = ::data::each(&self.data.data, &options, &mut |row: Row| {
-            let rendered = renderer.examples(&row.content)?;
+        let files = &self.data.data;
+        let read = ::data::each_rendered(files, &options, &renderer, &mut |row, rendered| {
             material.examples.extend(rendered.examples);
             material.rows += 1;
             // What did not fit is not asked whole.
@@ -218,9 +218,8 @@ impl Args {
                 wanted && self.rows.is_none_or(|rows| rows.contains(material.rows as usize));
             texts |= matches!(row.content, Content::Text(_));
             if self.generate && wanted {
-                material.questions.extend(question(row, &self.data.data));
+                material.questions.extend(question(row, files));
             }
-            Ok(())
         })?;
         tell_rows(&read.files, &read.skipped);
         if self.generate && material.questions.is_empty() {

@@ -80,7 +80,8 @@ pub struct Args {
     #[arg(long)]
     pub json: bool,
 
-    /// Part of the conversations to hold out, 0 to below 1: they are not trained on but evaluated
+    /// Part of the conversations to hold out, 0 to below 1: the last ones, which are not trained on
+    /// but evaluated
     #[arg(long, value_name = "PART", default_value_t = 0.0, conflicts_with = "eval_data")]
     pub eval_split: f64,
 
