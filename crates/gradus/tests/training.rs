@@ -313,15 +313,15 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
     let hybrid = folder.file("hybrid.gguf");
     ok(&["make-toy", "qwen35", "-o", &hybrid]);
     let long =
-        folder.write("long.txt.jsonl", format!("{{\"text\": \"{}\"}}\n", "word ".repeat(400)));
+        folder.write("long.txt.jsonl", format!("{{\"text\": \"{}\"}}\n", "word ".repeat(240)));
     let args = |extra: &[&str]| -> Vec<String> {
         let args = ["train", "-m", &hybrid, "--data", &long, "-o", &out];
         args.iter().chain(extra).map(|a| a.to_string()).collect()
     };
-    let budget = ["--memory-budget", "16", "--epochs", "1"];
+    let budget = ["--memory-budget", "12", "--epochs", "1"];
     let big = args(&[&["--window", "2048"][..], &budget].concat());
     let big: Vec<&str> = big.iter().map(String::as_str).collect();
-    let said = fails(&big, 2, &["--recompute per-layer --window 2048 --chunk "]);
+    let said = fails(&big, 2, &["--recompute per-layer --window 960 --chunk "]);
     let nearest = said.split('`').find(|part| part.starts_with("--recompute")).unwrap();
     let mut fitting = args(&budget);
     fitting.extend(nearest.split(' ').map(String::from));

@@ -501,15 +501,21 @@ impl Server {
                         self.0.counters.jobs_failed.add(1);
                         return Ok(());
                     }
+                    let end = match (end, trainer.check_moved()) {
+                        (End::Done, Err(e)) => End::Failed(e.into()),
+                        (end, _) => end,
+                    };
                     if let End::Failed(e) = end {
                         return Err(keep_last_good(job, &mut trainer, &self.0.model, e));
                     }
                     let outcome = finished(trainer, end)?;
+                    let (moved, unrouted) = (outcome.moved, outcome.unrouted.clone());
                     if job.config.targets.is_empty() {
                         train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
                         durable.into_iter().for_each(Durable::end);
                         self.ended(|status| {
                             status.state = State::Done;
+                            (status.moved, status.unrouted) = (Some(moved), unrouted);
                             status.model = Some(job.out.display().to_string());
                         });
                         self.0.counters.jobs_done.add(1);
@@ -523,6 +529,7 @@ impl Server {
                     let generation = self.publish(&job.name, adapter, file)?;
                     self.ended(|status| {
                         status.state = State::Done;
+                        (status.moved, status.unrouted) = (Some(moved), unrouted);
                         status.adapter = Some(job.out.display().to_string());
                         status.alias = Some(job.name.clone());
                         status.generation = Some(generation);

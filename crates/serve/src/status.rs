@@ -162,6 +162,10 @@ pub struct TrainStatus {
     pub turn_slowdown_ppm_p95: Option<u32>,
     /// See `turn_slowdown_ppm_p50`.
     pub turn_slowdown_ppm_max: Option<u32>,
+    /// Targets that have moved, of all, at the end.
+    pub moved: Option<(usize, usize)>,
+    /// Experts that have not, since no token with loss chose them, at the end.
+    pub unrouted: Vec<String>,
     /// The adapter's file, at the end.
     pub adapter: Option<String>,
     /// The model's new file, at the end of a run that trained its own weights. It is not served.

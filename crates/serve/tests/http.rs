@@ -417,8 +417,34 @@ fn a_job_is_started_watched_and_its_adapter_served() {
     assert_eq!(status["epochs"].as_array().unwrap().len(), 4);
     assert!(status["epochs"][3]["eval_loss"].is_f64());
     assert_eq!((&status["alias"], &status["generation"]), (&json!("lessons"), &json!(1)));
+    assert_eq!((&status["moved"], &status["unrouted"]), (&json!([6, 6]), &json!([])));
     let reply = post(at, CHAT, &with(chat("Who?", 4), &json!({"model": "lessons"})));
     assert_eq!((reply.status, reply.header("x-gradus-generation")), (200, Some("1")));
+
+    // What another job would take that goes on with this adapter.
+    let more =
+        json!({"out": "more.gguf", "examples": lessons(), "from": "lessons.gguf", "plan": true});
+    let plan =
+        |changes: &Value| post(at, "/train", &with(more.clone(), changes)).ok()["plan"].clone();
+    let whole = plan(&json!({}));
+    assert_eq!((&whole["targets"], &whole["fits"]), (&json!(6), &json!(true)));
+    assert_eq!((&whole["recompute"], &whole["seconds"]), (&json!(false), &Value::Null));
+    assert_eq!(whole["devices"].as_array().unwrap().len(), 1);
+    let needed = |plan: &Value| plan["needed_mib"].as_f64().unwrap();
+    let parts = ["arena_mib", "parameters_mib", "scratch_mib"];
+    let sum: f64 = parts.iter().map(|part| whole[part].as_f64().unwrap()).sum();
+    assert!((needed(&whole) - sum).abs() < 1e-9, "{whole}");
+    // It recomputes by itself where that makes it fit, unless it must not.
+    let tight = needed(&whole) - 0.01;
+    let recomputed = plan(&json!({ "memory_budget_mib": tight }));
+    assert_eq!((&recomputed["recompute"], &recomputed["fits"]), (&json!(true), &json!(true)));
+    assert!(needed(&recomputed) < tight);
+    let never = plan(&json!({ "memory_budget_mib": tight, "recompute": false }));
+    assert_eq!((&never["recompute"], &never["fits"]), (&json!(false), &json!(false)));
+    assert!(never["instead"].as_str().unwrap().contains("`recompute`"), "{never}");
+    let more = with(more, &json!({"plan": false, "memory_budget_mib": tight}));
+    post(at, "/train", &more).ok();
+    until(|| get(at, "/train").ok()["state"] == "done", Duration::from_secs(60));
 
     // Controls reach a run under its own name only.
     let long = with(job, &json!({"out": "long.gguf", "epochs": 100, "val_split": 0}));

@@ -740,12 +740,30 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         Ok(self.parameters.adapter.as_ref().filter(|_| steps > 0).map(|adapter| (adapter, steps)))
     }
 
+    /// Whether every target has moved, and every expert of one that a token with loss chose; true
+    /// of a run without steps.
+    ///
+    /// # Errors
+    /// [`Error::DeadAdapters`], which names those that have not.
+    pub fn check_moved(&self) -> Result<()> {
+        let (steps, Summary { dead, moved, .. }) = (self.steps(), self.moved.summary());
+        if steps == 0 || dead.is_empty() {
+            return Ok(());
+        }
+        Err(Error::DeadAdapters(format!(
+            "after {steps} steps {} of {} targets have not moved, since no gradient reached: {}; \
+             leave them out, or look for zeros in the tensors of the model behind them",
+            moved.1 - moved.0,
+            moved.1,
+            dead.join(", ")
+        )))
+    }
+
     /// Ends the run where it is: a step that has begun to move parameters is brought to its end,
     /// and the best parameters take the place of the last where they are kept.
     ///
     /// # Errors
-    /// [`Error::DeadAdapters`] when a target, or an expert of one that a token with loss chose, was
-    /// reached by no gradient.
+    /// As [`Trainer::check_moved`].
     pub fn finish(mut self) -> Result<Outcome> {
         let Trainer { work, gradients, parameters, optimizer, moved, .. } = &mut self;
         if let Work::Step(step) = work
@@ -753,17 +771,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         {
             while step.advance(gradients, parameters, optimizer, moved, &())?.is_none() {}
         }
-        let steps = self.steps();
-        let Summary { dead, unrouted, moved } = self.moved.summary();
-        if steps > 0 && !dead.is_empty() {
-            return Err(Error::DeadAdapters(format!(
-                "after {steps} steps {} of {} targets have not moved, since no gradient reached: \
-                 {}; leave them out, or look for zeros in the tensors of the model behind them",
-                moved.1 - moved.0,
-                moved.1,
-                dead.join(", ")
-            )));
-        }
+        self.check_moved()?;
+        let (steps, Summary { unrouted, moved, .. }) = (self.steps(), self.moved.summary());
         let best = self.best.as_ref().map(|b| (b.step, b.loss));
         if let Some(Best { values, .. }) = self.best.take() {
             for (name, kept) in self.names.iter().zip(values) {

@@ -316,6 +316,36 @@ fn a_training_job_has_the_defaults_and_takes_every_field() {
     assert_eq!(pacing(json!({"yield": false})), Pacing::Never);
 }
 
+/// A job writes over an adapter, never over the model that is served or another file.
+#[test]
+fn what_a_job_writes_takes_the_place_of_nothing_but_an_adapter() {
+    let folder = Folder::new("out");
+    let file = folder.0.join("base.gguf");
+    std::fs::write(&file, Toy::new("llama", TensorType::F32, 3).gguf().unwrap()).unwrap();
+    std::fs::write(folder.0.join("text.gguf"), "mine").unwrap();
+    let served = Model::load(&file, Arc::new(cpu::Cpu::new(1, None).unwrap())).unwrap();
+    // Under another name than its file's.
+    let mut host = Host { model: Arc::new(served), ..host() };
+    host.train_dir = Some(folder.0.clone());
+    let out = |name: &str, changes: Value| {
+        let body = with(&with(&train_body(), &json!({ "out": name })), &changes);
+        train(&bytes(&body), &host, &|| true).map(|job| job.out).map_err(|e| (e.field, e.message))
+    };
+    for changes in [json!({}), json!({"train_weights": "norm"})] {
+        let (field, message) = out("base.gguf", changes).unwrap_err();
+        assert_eq!(field.as_deref(), Some("out"));
+        assert!(message.contains("the model that is served"), "{message}");
+    }
+    let (field, message) = out("text.gguf", json!({})).unwrap_err();
+    assert_eq!(field.as_deref(), Some("out"));
+    assert!(message.contains("is there already and no adapter"), "{message}");
+    let new = out("adapter.gguf", json!({})).unwrap();
+    let targets = ["blk.0.attn_q.weight"].into_iter().map(|target| (target, 2));
+    model::Adapter::fresh(&host.model, targets, 4.0, 1).unwrap().write(&new, &host.model).unwrap();
+    assert_eq!(out("adapter.gguf", json!({})).unwrap(), new);
+    assert_eq!(std::fs::read(folder.0.join("text.gguf")).unwrap(), b"mine");
+}
+
 #[test]
 fn a_training_job_is_refused_by_field() {
     for (changes, field, part) in [

@@ -377,6 +377,9 @@ impl<'a> Ready<'a> {
             }
             _ => None,
         };
+        if let Err(e) = self.trainer.check_moved() {
+            return Err(self.failed(e));
+        }
         let outcome = self.trainer.finish()?;
         Ok(Ran {
             outcome,
@@ -397,22 +400,24 @@ impl<'a> Ready<'a> {
 
     /// Keeps what there is of the run, and says where.
     fn failed(mut self, e: train::Error) -> Error {
-        let again = matches!(e, train::Error::NotFinite(_));
+        let not_finite = matches!(e, train::Error::NotFinite(_));
+        let dead = matches!(e, train::Error::DeadAdapters(_));
         let mut error = Error::from(e);
         if self.trainer.steps() == 0 {
             return error;
         }
         let checkpoints = self.keeping.take().map(|keeping| keeping.checkpoints);
-        if !again {
+        // What is computed once more comes out the same.
+        if !not_finite && !dead {
             let Some(checkpoints) = checkpoints else { return error };
             return match checkpoints.write(&self.trainer.snapshot()) {
                 Ok(path) => error.with(format!("`--resume` goes on from {}", path.display())),
                 Err(also) => error.with(also),
             };
         }
-        // The same numbers come again where nothing is changed.
         let model = self.model;
-        let kept = match (self.trainer.last_good(checkpoints.as_ref(), again), &self.last_good) {
+        let kept = match (self.trainer.last_good(checkpoints.as_ref(), not_finite), &self.last_good)
+        {
             (Ok(Some((adapter, step))), Some(path)) => {
                 adapter.write(path, model).map(|()| Some((step, path))).map_err(Error::from)
             }
@@ -421,9 +426,10 @@ impl<'a> Ready<'a> {
         };
         match kept {
             Ok(Some((step, path))) => {
+                let how = if not_finite { ", at a lower `--lr` say" } else { "" };
                 error = error.with(format!(
-                    "the adapter as it was after step {step} is in {}; `--from` trains on from it, \
-                     at a lower `--lr` say",
+                    "the adapter as it was after step {step} is in {}; `--from` trains on from \
+                     it{how}",
                     path.display()
                 ));
             }
