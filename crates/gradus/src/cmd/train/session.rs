@@ -176,8 +176,10 @@ impl<'a> Session<'a> {
                 return Err(Error::fault("a run began with something else"));
             };
             let of_parameters = trainer.parameter_bytes() as u64;
-            // With the data and the graphs, and before anything is taken for running them.
-            let process = memory::now().anonymous.map_or(0, |n| n.saturating_sub(weights));
+            // With the data and the graphs, and before anything is taken for running them; what
+            // moves is there already, and counted with its gradients.
+            let values = 4 * trainer.parameters().count() as u64;
+            let process = memory::now().anonymous.map_or(0, |n| n.saturating_sub(weights + values));
             let plan = Plan {
                 weights,
                 process,
