@@ -210,6 +210,10 @@ fn setups() -> Vec<(String, Setup)> {
         if dtype != Q8_0 {
             let cache = Some(Cache { dtype, page: 5, shared: false });
             add(&format!("odd {dtype} pages"), Setup { cache, widths: (20, 37), ..CONTINUED });
+            // Full to the last row, which is the last of a tile of keys too.
+            let cache = Some(Cache { dtype, page: 32, shared: false });
+            let (rows, seqs, widths): (usize, &[[i32; 3]], _) = (2, &[[0, 2, 64]], (20, 37));
+            add(&format!("odd full {dtype} pages"), Setup { cache, widths, rows, seqs, ..BASE });
         }
         let cache = Some(Cache { dtype, page: 8, shared: false });
         let (widths, window) = ((32, 32), Some(6));
