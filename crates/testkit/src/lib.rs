@@ -6,6 +6,18 @@ mod golden;
 
 pub use golden::{Golden, fixture, relative_l2};
 
+/// Toys of every kind of model, by architecture and number of experts.
+pub const TOYS: [(&str, usize); 8] = [
+    ("gemma3", 0),
+    ("llama", 0),
+    ("llama", 8),
+    ("qwen2", 0),
+    ("qwen3", 0),
+    ("qwen35", 0),
+    ("qwen35moe", 8),
+    ("qwen3moe", 8),
+];
+
 /// A seeded generator (SplitMix64): the same numbers everywhere.
 #[derive(Clone, Debug)]
 pub struct Random(u64);

@@ -11,7 +11,7 @@ use gguf::TensorType;
 use graph::{DType, Device};
 use model::toy::Toy;
 use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
-use testkit::{Random, fixture, relative_l2};
+use testkit::{Random, TOYS, fixture, relative_l2};
 use train::{
     Event, Example, Gradients, GraphConfig, Measured, Method, Optimizer, Parameters, Start,
     TrainConfig, Trainer, Window, loss_of, select_targets,
@@ -21,19 +21,6 @@ use train::{
 /// of experts, and hybrids of both kinds.
 const FIXTURES: [&str; 8] =
     ["gemma3", "llama", "mixtral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"];
-
-/// Toys by architecture and experts, which are larger, and not as ill-conditioned as the oracle's
-/// hybrids are.
-const TOYS: [(&str, usize); 8] = [
-    ("gemma3", 0),
-    ("llama", 0),
-    ("llama", 8),
-    ("qwen2", 0),
-    ("qwen3", 0),
-    ("qwen35", 0),
-    ("qwen35moe", 8),
-    ("qwen3moe", 8),
-];
 
 fn cpu() -> Arc<dyn Device> {
     Arc::new(cpu::Cpu::new(2, None).unwrap())
@@ -62,6 +49,7 @@ fn toy(arch: &str, experts: usize, ty: TensorType) -> (Model, Adapter) {
 /// All of them, each with an adapter on every projection of which neither A nor B is zero.
 fn all(ty: TensorType) -> impl Iterator<Item = (String, Model, Adapter)> {
     let fixtures = FIXTURES.into_iter().map(|arch| (arch.to_string(), load(arch)));
+    // Larger, and not as ill-conditioned as the oracle's hybrids are.
     let toys = TOYS.into_iter().map(move |(arch, experts)| {
         (format!("toy {arch} of {experts} experts"), toy(arch, experts, ty))
     });

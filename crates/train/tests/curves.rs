@@ -11,20 +11,8 @@ use std::sync::Arc;
 use gguf::TensorType;
 use model::Model;
 use model::toy::Toy;
-use testkit::Random;
+use testkit::{Random, TOYS};
 use train::{Event, Example, GraphConfig, Schedule, TrainConfig, Trainer, select_targets};
-
-/// By architecture and experts.
-const TOYS: [(&str, usize); 8] = [
-    ("gemma3", 0),
-    ("llama", 0),
-    ("llama", 8),
-    ("qwen2", 0),
-    ("qwen3", 0),
-    ("qwen35", 0),
-    ("qwen35moe", 8),
-    ("qwen3moe", 8),
-];
 
 /// Floats, and blocks with and without minimums, of 32 and of 256 elements.
 const FORMATS: [TensorType; 5] =
