@@ -10,34 +10,51 @@ use std::sync::OnceLock;
 
 use crate::simd::Avx512;
 
+#[cfg(test)]
+pub(crate) mod software;
+
 /// The proof that the processor has AMX for bf16, that the system lets this process use it, and
 /// that the processor has AVX-512 with bf16 conversions.
 #[derive(Copy, Clone)]
-pub(crate) struct Amx(Avx512);
+pub(crate) struct Amx {
+    vectors: Avx512,
+    /// In this crate's tests, where the processor has AVX-512 alone: tiles are [`software`].
+    #[cfg(test)]
+    pub(crate) software: bool,
+}
 
 impl Amx {
     /// `None` when the processor lacks a feature, or the system does not give the permission.
     pub(crate) fn detect() -> Option<Amx> {
         static DETECTED: OnceLock<bool> = OnceLock::new();
-        let avx512 = Avx512::detect()?;
-        DETECTED.get_or_init(|| Amx::detect_with(permitted).is_some()).then_some(Amx(avx512))
+        let vectors = Avx512::detect()?;
+        let tiles = *DETECTED.get_or_init(|| Amx::detect_with(permitted).is_some());
+        (tiles || cfg!(test)).then_some(Amx {
+            vectors,
+            #[cfg(test)]
+            software: !tiles,
+        })
     }
 
     /// As [`Amx::detect`], with `permission` to ask the system.
     pub(crate) fn detect_with(permission: impl Fn() -> bool) -> Option<Amx> {
-        let avx512 = Avx512::detect()?;
+        let vectors = Avx512::detect()?;
         let features = is_x86_feature_detected!("avx512bf16") && tiles_exist();
-        (features && permission()).then_some(Amx(avx512))
+        (features && permission()).then_some(Amx {
+            vectors,
+            #[cfg(test)]
+            software: false,
+        })
     }
 
     /// The vectors beside the tiles.
     pub(crate) fn vectors(self) -> Avx512 {
-        self.0
+        self.vectors
     }
 
     /// Configures this thread's tiles until the result is dropped.
     pub(crate) fn configure(self, config: &Config) -> Tiles {
-        let tiles = Tiles(PhantomData);
+        let tiles = Tiles(self, PhantomData);
         tiles.reconfigure(config);
         tiles
     }
@@ -98,11 +115,15 @@ impl Config {
 }
 
 /// The use of this thread's tiles. Not to be sent to another.
-pub(crate) struct Tiles(PhantomData<*const ()>);
+pub(crate) struct Tiles(#[cfg_attr(not(test), allow(dead_code))] Amx, PhantomData<*const ()>);
 
 impl Tiles {
     /// Gives the tiles other shapes, and zeros.
     pub(crate) fn reconfigure(&self, config: &Config) {
+        #[cfg(test)]
+        if self.0.software {
+            return software::configure(config);
+        }
         // SAFETY: `Amx` is the proof that the instruction exists, and every `Config` is valid.
         // The memory is read, so the compiler has written it.
         unsafe {
@@ -133,6 +154,11 @@ impl Tiles {
         b: *const u8,
         (steps, first): (usize, bool),
     ) {
+        #[cfg(test)]
+        if self.0.software {
+            // SAFETY: the caller's.
+            return unsafe { software::bf16(&c, c_stride, &a, a_stride, b, (steps, first)) };
+        }
         // SAFETY: the caller's.
         unsafe {
             asm!(
@@ -196,6 +222,11 @@ impl Tiles {
         b: *const u8,
         (steps, first): (usize, bool),
     ) {
+        #[cfg(test)]
+        if self.0.software {
+            // SAFETY: the caller's.
+            return unsafe { software::bf16(&[c], c_stride, &[a], a_stride, b, (steps, first)) };
+        }
         // SAFETY: the caller's.
         unsafe {
             asm!(
@@ -236,7 +267,10 @@ impl Tiles {
 
 /// Whether this thread's tiles are configured.
 #[cfg(test)]
-pub(crate) fn in_use(_: Amx) -> bool {
+pub(crate) fn in_use(amx: Amx) -> bool {
+    if amx.software {
+        return software::in_use();
+    }
     let mut config = Config::new([(0, 0); 8]);
     // SAFETY: `Amx` is the proof that the instruction exists; it writes the 64 bytes.
     unsafe {
@@ -251,6 +285,10 @@ pub(crate) fn in_use(_: Amx) -> bool {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
+        #[cfg(test)]
+        if self.0.software {
+            return software::release();
+        }
         // SAFETY: `Amx` is the proof that the instruction exists.
         unsafe {
             asm!(

@@ -105,7 +105,7 @@ pub(super) fn bf16(amx: Amx, t: &Bf16<'_>) {
                     }
                     (a, stride) = (copied, ROW_STEPS);
                 }
-                unpack.run(amx.vectors());
+                unpack.run(amx);
                 for (u, b) in (0..count).map(|u| (u, unpacked.add(u * STEPS * UNIT_STEP))) {
                     let column = (t.panels.start + (unit + u) * 2) * PANEL;
                     let part = Part { t, column, b, first: step == 0, rows };
@@ -191,26 +191,58 @@ impl Unpack<'_> {
     ///
     /// # Safety
     /// Units must exist, and `to` must have room for `units * STEPS * UNIT_STEP` bytes.
-    unsafe fn run(self, s: Avx512) {
-        // SAFETY: the caller's. `Amx`, without which nobody comes here, is the proof of the
-        // bf16 conversions.
+    unsafe fn run(self, amx: Amx) {
+        // SAFETY: the caller's.
         unsafe {
             match (self.quads.bits, self.quads.has_table) {
-                (2, _) => self.with::<Planes<2>>(s),
-                (3, _) => self.with::<Planes<3>>(s),
-                (4, false) => self.with::<Planes<4>>(s),
-                (4, true) => self.with::<Table<NARROW>>(s),
-                (5, _) => self.with::<Planes<5>>(s),
-                (6, _) => self.with::<Planes<6>>(s),
-                _ => self.with::<Bytes<WIDE>>(s),
+                (2, _) => self.with::<Planes<2>>(amx),
+                (3, _) => self.with::<Planes<3>>(amx),
+                (4, false) => self.with::<Planes<4>>(amx),
+                (4, true) => self.with::<Table<NARROW>>(amx),
+                (5, _) => self.with::<Planes<5>>(amx),
+                (6, _) => self.with::<Planes<6>>(amx),
+                _ => self.with::<Bytes<WIDE>>(amx),
             }
+        }
+    }
+
+    unsafe fn with<C: Codes>(self, amx: Amx) {
+        let s = amx.vectors();
+        // SAFETY: the caller's. `Amx` is the proof of the features, but for those of software.
+        unsafe {
+            #[cfg(test)]
+            if amx.software {
+                return self.each_in_software::<C>(s);
+            }
+            self.each_native::<C>(s);
         }
     }
 
     #[target_feature(
         enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"
     )]
-    unsafe fn with<C: Codes>(self, s: Avx512) {
+    unsafe fn each_native<C: Codes>(self, s: Avx512) {
+        let round = |high, low| _mm512_cvtne2ps_pbh(high, low);
+        // SAFETY: the caller's.
+        unsafe { self.each::<C>(s, round) }
+    }
+
+    #[cfg(test)]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+    unsafe fn each_in_software<C: Codes>(self, s: Avx512) {
+        // SAFETY: as many bytes, of which every value is valid.
+        let round = |high: __m512, low: __m512| unsafe {
+            let floats = |x: __m512| std::mem::transmute::<__m512, [f32; 16]>(x);
+            let bits = crate::amx::software::to_bf16(floats(high), floats(low));
+            std::mem::transmute::<[u16; 32], __m512bh>(bits)
+        };
+        // SAFETY: the caller's.
+        unsafe { self.each::<C>(s, round) }
+    }
+
+    /// All panels of the steps; `round` gives bf16 of two vectors, the lower half of the second.
+    #[inline(always)]
+    unsafe fn each<C: Codes>(self, s: Avx512, round: impl Fn(__m512, __m512) -> __m512bh + Copy) {
         // SAFETY: the caller's; panels of the weight have its units.
         unsafe {
             for step in 0..self.steps {
@@ -231,7 +263,7 @@ impl Unpack<'_> {
                     }
                     let scales = self.weight.geometry().scales_at + self.unit * 32;
                     s.prefetch(ahead.wrapping_add(scales));
-                    self.panel::<C>(s, bytes.as_ptr(), to);
+                    self.panel::<C>(s, bytes.as_ptr(), to, round);
                 }
             }
         }
@@ -248,7 +280,13 @@ impl Unpack<'_> {
 
     /// One panel's eight pairs of rows.
     #[inline(always)]
-    unsafe fn panel<C: Codes>(self, s: Avx512, panel: *const u8, to: *mut u8) {
+    unsafe fn panel<C: Codes>(
+        self,
+        s: Avx512,
+        panel: *const u8,
+        to: *mut u8,
+        round: impl Fn(__m512, __m512) -> __m512bh,
+    ) {
         let g = self.weight.geometry();
         let per_unit = UNIT / g.group;
         let mut scales = Line([0.0; 2 * UNITS * LANES]);
@@ -314,7 +352,7 @@ impl Unpack<'_> {
                                 low = _mm512_add_ps(low, neg_min);
                                 high = _mm512_add_ps(high, neg_min);
                             }
-                            let both = _mm512_cvtne2ps_pbh(high, low);
+                            let both = round(high, low);
                             let to = to.add($half * 1024 + pair * 64);
                             to.cast::<__m512bh>().write_unaligned(both);
                         }
