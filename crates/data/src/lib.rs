@@ -26,7 +26,9 @@ pub use example::{Example, Window, pack};
 pub use fields::{Fields, missing, shown, wrong};
 pub use json::{MAX_DEPTH, MAX_VALUES, parse_json};
 pub use layout::{Content, Layout, Reading};
-pub use load::{Dataset, FileReport, Options, Read, Row, each, each_rendered, load};
+pub use load::{
+    Dataset, FileReport, Options, Read, Row, count_left_out, each, each_rendered, load,
+};
 pub use message::{Purpose, messages, tools};
 pub use render::{Fit, LossOn, Rendered, Renderer};
 pub use source::{MAX_FILE, MAX_ROW, MAX_ROWS};

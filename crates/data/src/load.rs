@@ -56,12 +56,11 @@ pub struct FileReport {
     pub left_out: BTreeMap<String, u64>,
 }
 
-impl FileReport {
-    fn leave_out(&mut self, names: BTreeSet<String>) {
-        for name in names {
-            if self.left_out.len() < 64 || self.left_out.contains_key(&name) {
-                *self.left_out.entry(name).or_default() += 1;
-            }
+/// Counts in how many rows a template leaves something out, for the first 64 of such things.
+pub fn count_left_out(counts: &mut BTreeMap<String, u64>, names: BTreeSet<String>) {
+    for name in names {
+        if counts.len() < 64 || counts.contains_key(&name) {
+            *counts.entry(name).or_default() += 1;
         }
     }
 }
@@ -125,7 +124,7 @@ pub fn each_rendered(
     })?;
     for (file, names) in left_out {
         if let Some(about) = read.files.get_mut(file) {
-            about.leave_out(names);
+            count_left_out(&mut about.left_out, names);
         }
     }
     Ok(read)

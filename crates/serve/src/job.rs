@@ -1,5 +1,6 @@
 //! Training jobs, validated and rendered, as the loop takes them.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -33,6 +34,9 @@ pub struct DataReport {
     pub truncated: usize,
     /// Examples left out because they could not be made to fit.
     pub skipped: usize,
+    /// What the chat template leaves out, and in how many examples: its tools, a field of its
+    /// messages, what a role says.
+    pub not_rendered: BTreeMap<String, u64>,
     /// Tokens of what is trained on.
     pub train_tokens: usize,
     /// Of these, tokens that carry loss.

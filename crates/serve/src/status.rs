@@ -1,5 +1,6 @@
 //! What `GET /train` says.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -118,6 +119,8 @@ pub struct TrainStatus {
     pub examples_truncated: usize,
     /// Examples left out because they do not fit.
     pub examples_skipped: usize,
+    /// What the chat template leaves out, and in how many examples.
+    pub not_rendered: BTreeMap<String, u64>,
     /// Tokens of what is trained on.
     pub train_tokens: usize,
     /// Of these, tokens that carry loss.
@@ -201,6 +204,7 @@ impl TrainStatus {
             examples: job.data.examples,
             examples_truncated: job.data.truncated,
             examples_skipped: job.data.skipped,
+            not_rendered: job.data.not_rendered.clone(),
             train_tokens: job.data.train_tokens,
             trainable_tokens: job.data.trainable_tokens,
             eval_trainable_tokens: job.data.eval_trainable_tokens,

@@ -285,6 +285,7 @@ fn learned(alias: &str, learned: &Learned, data: &DataReport) -> Value {
         "examples": data.examples,
         "examples_truncated": data.truncated,
         "examples_skipped": data.skipped,
+        "not_rendered": data.not_rendered,
         "trainable_tokens": data.trainable_tokens,
     })
 }

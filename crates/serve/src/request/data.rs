@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use data::{Content, Example, Fit, Layout, LossOn, Reading, Reason, Renderer};
+use data::{Content, Example, Fit, Layout, LossOn, Reading, Reason, Rendered, Renderer};
 use graph::Code;
 use serde_json::Value;
 use text::Encode;
@@ -59,11 +59,10 @@ pub(super) fn rows(list: Vec<Value>) -> Result<Vec<Row>> {
 }
 
 impl Row {
-    /// The row in a window, and whether that took shortening; `None` where it could not be made
-    /// to fit.
-    fn fit(&self, renderer: &Renderer<'_>) -> Result<Option<(Example, bool)>> {
-        let rendered = match renderer.examples(&self.content) {
-            Ok(rendered) => rendered,
+    /// The row in a window; `None` where it could not be made to fit.
+    fn fit(&self, renderer: &Renderer<'_>) -> Result<Option<Rendered>> {
+        match renderer.examples(&self.content) {
+            Ok(rendered) => Ok(Some(rendered)),
             Err(e) => {
                 let unfit = matches!(e.reason, Reason::TruncatedAnswer | Reason::TooLong);
                 if unfit && renderer.fit != Fit::Refuse {
@@ -74,11 +73,9 @@ impl Row {
                     "" => format!("{}.messages", self.path),
                     field => format!("{}.{field}", self.path),
                 };
-                return Err(bad(path, format!("`{}`: {e}", self.path)));
+                Err(bad(path, format!("`{}`: {e}", self.path)))
             }
-        };
-        let shortened = rendered.shortened;
-        Ok(rendered.examples.into_iter().next().map(|example| (example, shortened)))
+        }
     }
 }
 
@@ -108,9 +105,10 @@ pub(super) fn of_rows(
         }
         match row.fit(&renderer)? {
             None => report.skipped += 1,
-            Some((example, shortened)) => {
-                report.truncated += usize::from(shortened);
-                examples.push(example);
+            Some(rendered) => {
+                report.truncated += usize::from(rendered.shortened);
+                data::count_left_out(&mut report.not_rendered, rendered.left_out);
+                examples.extend(rendered.examples);
             }
         }
     }

@@ -544,6 +544,15 @@ fn long(exchanges: usize, words: usize) -> Value {
 }
 
 #[test]
+fn what_the_template_leaves_out_of_examples_is_counted() {
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {}}}]);
+    let with_tools = json!({"prompt": "a", "completion": "b", "tools": tools});
+    let job = trained(&json!({"examples": [with_tools, {"prompt": "a", "completion": "b"}]}));
+    let counted = job.unwrap().data.not_rendered;
+    assert_eq!(counted.into_iter().collect::<Vec<_>>(), [("`tools`".to_string(), 1)]);
+}
+
+#[test]
 fn an_example_that_is_too_long_is_fitted_as_asked() {
     let host = host();
     let fitted = |example: Value, fit: &str| {
