@@ -58,11 +58,22 @@ pub(crate) struct Control {
     pub(crate) pause: AtomicBool,
     /// Set by the loop while a pause is in effect.
     pub(crate) paused: AtomicBool,
+    /// Set by the loop when it sends a checkpoint, taken back by the owner who has written it. The
+    /// run holds meanwhile: on a slow disk, copies would pile up in memory.
+    pub(crate) writing: AtomicBool,
+}
+
+impl Control {
+    /// Whether the run holds: paused, or until its checkpoint is written.
+    fn holds(&self) -> bool {
+        self.paused.load(Ordering::Relaxed) || self.writing.load(Ordering::Relaxed)
+    }
 }
 
 /// What a run tells its owner; never waits.
 pub(crate) enum Progress {
-    Event(Event),
+    /// What happened, and when.
+    Event(Event, Instant),
     /// How it is paced, now and then.
     Measured(Box<(Stats, Receipts)>),
     /// The loop lets go of it: all epochs are done, it was cancelled, or it failed.
@@ -287,8 +298,7 @@ impl EngineLoop {
 
     /// Takes what has been sent; waits where there is nothing to do. False at the end.
     fn receive(&mut self) -> bool {
-        let trains =
-            self.run.as_ref().is_some_and(|run| !run.control.paused.load(Ordering::Relaxed));
+        let trains = self.run.as_ref().is_some_and(|run| !run.control.holds());
         let mut idle = self.turns.is_empty() && self.queue.is_empty() && !trains;
         loop {
             if let Some(at) = self.stop
@@ -555,7 +565,7 @@ impl EngineLoop {
         }
         let pause = run.control.pause.load(Ordering::Relaxed);
         run.control.paused.store(pause, Ordering::Relaxed);
-        if pause {
+        if run.control.holds() {
             return;
         }
         let now = Instant::now();
@@ -576,10 +586,12 @@ impl EngineLoop {
         let end = match advanced {
             Ok(Ok(Advance::Stopped)) => None,
             Ok(Ok(Advance::Event(event))) => {
-                if let Event::Step { .. } = event {
-                    self.counters.steps.add(1);
+                match event {
+                    Event::Step { .. } => self.counters.steps.add(1),
+                    Event::Checkpoint(_) => run.control.writing.store(true, Ordering::Relaxed),
+                    _ => {}
                 }
-                let _ = run.to_owner.send(Progress::Event(event));
+                let _ = run.to_owner.send(Progress::Event(event, Instant::now()));
                 None
             }
             Ok(Ok(Advance::Done)) => Some(End::Done),

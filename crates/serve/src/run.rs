@@ -9,7 +9,7 @@ use graph::{Code, Recompute};
 use model::{Adapter, Model};
 use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 
-use crate::engine_loop::{Command, Control, End, Progress, Run};
+use crate::engine_loop::{Command, Control, End, Progress, Run, ToLoop};
 use crate::pacing::Pacer;
 use crate::registry::Shadow;
 use crate::request;
@@ -52,6 +52,19 @@ fn start_of(job: &TrainJob) -> Start {
     Start { from, fallback: job.fallback.clone() }
 }
 
+/// A run that holds until its checkpoint is written; it goes on when this is dropped.
+struct Held<'a> {
+    control: &'a Control,
+    to_loop: &'a ToLoop,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.control.writing.store(false, Ordering::Relaxed);
+        self.to_loop.send(Command::Wake);
+    }
+}
+
 /// A run that is differentiated and planned.
 struct Prepared {
     trainer: Shared,
@@ -85,12 +98,12 @@ impl Server {
         let (reply, begun) = channel();
         let server = self.clone();
         self.work(move || {
-            let progress = guarded(|| server.begin(&job, control));
+            let progress = guarded(|| server.begin(&job, control.clone()));
             let failed = progress.as_ref().err().cloned();
             failed.iter().for_each(|e| server.failed(e));
             let _ = reply.send(failed.map_or_else(|| Ok(server.train_status()), Err));
             if let Ok(progress) = progress
-                && let Err(e) = guarded(|| server.follow(&job, &progress))
+                && let Err(e) = guarded(|| server.follow(&job, &control, &progress))
             {
                 job.durable.iter().for_each(Durable::set_aside);
                 server.failed(&e);
@@ -222,13 +235,13 @@ impl Server {
         let (mut before, mut after) = (f64::NAN, f64::NAN);
         while let Ok(news) = progress.recv() {
             match news {
-                Progress::Event(Event::Epoch { epoch, held_out: Some(loss), .. }) => {
+                Progress::Event(Event::Epoch { epoch, held_out: Some(loss), .. }, _) => {
                     if epoch == 0 {
                         before = loss;
                     }
                     after = loss;
                 }
-                Progress::Event(_) | Progress::Measured(_) => {}
+                Progress::Event(..) | Progress::Measured(_) => {}
                 Progress::Ended(ended) => {
                     let (trainer, end) = *ended;
                     let outcome = finished(trainer, end)?;
@@ -442,16 +455,21 @@ impl Server {
     }
 
     /// Keeps the status of a run up to date, and brings it to its end.
-    fn follow(&self, job: &TrainJob, progress: &Receiver<Progress>) -> Result<()> {
+    fn follow(
+        &self,
+        job: &TrainJob,
+        control: &Control,
+        progress: &Receiver<Progress>,
+    ) -> Result<()> {
         let mut began = Instant::now();
         let mut epoch_rows = 0;
         let mut unkept = None;
         while let Ok(news) = progress.recv() {
             match news {
-                Progress::Event(
-                    Event::Start { .. } | Event::Evaluated { .. } | Event::EarlyStop { .. },
-                ) => {}
-                Progress::Event(Event::Checkpoint(snapshot)) => {
+                Progress::Event(Event::Start { .. }, at) => began = at,
+                Progress::Event(Event::Evaluated { .. } | Event::EarlyStop { .. }, _) => {}
+                Progress::Event(Event::Checkpoint(snapshot), _) => {
+                    let _held = Held { control, to_loop: &self.0.to_loop };
                     let Some(durable) = &job.durable else { continue };
                     // A job whose checkpoints are lost is not what was asked for.
                     if let Err(e) = durable.checkpoints().write(&snapshot) {
@@ -459,16 +477,16 @@ impl Server {
                         let _ = self.cancel();
                     }
                 }
-                Progress::Event(Event::Step { step, loss, rows, .. }) => {
+                Progress::Event(Event::Step { step, loss, rows, .. }, _) => {
                     let mut status = lock(&self.0.status);
                     (status.steps, status.loss) = (step, Some(loss));
                     status.rows += rows as u64;
                     epoch_rows += rows;
                 }
-                Progress::Event(Event::Epoch { epoch, loss, held_out }) => {
-                    let seconds = began.elapsed().as_secs_f64();
+                Progress::Event(Event::Epoch { epoch, loss, held_out }, at) => {
+                    let seconds = at.duration_since(began).as_secs_f64();
                     let rate = epoch_rows as f64 / seconds.max(1e-9);
-                    (began, epoch_rows) = (Instant::now(), 0);
+                    (began, epoch_rows) = (at, 0);
                     let eval_loss = held_out;
                     lock(&self.0.status).epochs.push(EpochStatus {
                         epoch,
@@ -602,3 +620,6 @@ fn guarded<T>(what: impl FnOnce() -> Result<T>) -> Result<T> {
         Err(Error::new(Code::Internal, "the job panicked; this is a bug in Gradus"))
     })
 }
+
+#[cfg(test)]
+mod tests;
