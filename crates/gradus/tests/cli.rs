@@ -583,7 +583,19 @@ fn a_reader_that_goes_away_is_no_failure() {
 #[cfg(unix)]
 #[test]
 fn an_interrupted_training_writes_a_whole_adapter() {
-    let folder = Folder::new("interrupt");
+    interrupted("-INT", 1);
+}
+
+/// The system and the shell both say that the terminal has gone.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_training_whose_terminal_goes_writes_a_whole_adapter() {
+    interrupted("-HUP", 3);
+}
+
+#[cfg(unix)]
+fn interrupted(signal: &str, times: usize) {
+    let folder = Folder::new(&format!("interrupt{signal}"));
     let model = fixture("llama", "model.gguf");
     let data = folder.write("facts.jsonl", facts());
     let out = folder.file("a.gguf");
@@ -598,8 +610,11 @@ fn an_interrupted_training_writes_a_whole_adapter() {
         line.clear();
         assert!(std::io::BufRead::read_line(&mut said, &mut line).unwrap() > 0, "it ended early");
     }
-    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(kill.success());
+    for _ in 0..times {
+        // After the first there may be nobody left to tell.
+        let kill = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+        assert!(kill.success() || times > 1);
+    }
     let drained = std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
     let output = child.wait_with_output().unwrap();
     drained.join().unwrap().unwrap();
@@ -613,6 +628,33 @@ fn an_interrupted_training_writes_a_whole_adapter() {
     left.sort();
     assert_eq!(left, ["a.gguf", "a.gguf.checkpoints", "facts.jsonl"], "something half is left");
     assert!(result["checkpoint"].as_str().unwrap().starts_with(&format!("{out}.checkpoints/")));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_training_under_nohup_outlives_its_terminal() {
+    let folder = Folder::new("nohup");
+    let data = folder.write("facts.jsonl", facts());
+    let (model, out) = (fixture("llama", "model.gguf"), folder.file("a.gguf"));
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_gradus"), "train"]);
+    shell.args(["-m", &model, "--data", &data, "-o", &out, "--template", "plain", "--json"]);
+    shell.args(["--window", "128", "--epochs", "300", "--no-record"]);
+    let mut child = shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = std::io::BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("step ") {
+        line.clear();
+        assert!(std::io::BufRead::read_line(&mut said, &mut line).unwrap() > 0, "it ended early");
+    }
+    let kill = Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let drained = std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+    let output = child.wait_with_output().unwrap();
+    drained.join().unwrap().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(result["interrupted"], false);
 }
 
 /// What `docs/cli.md` says of each command is its `--help`. `UPDATE_DOCS=1 cargo test -p gradus`

@@ -26,8 +26,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// adapters are served as soon as they are done. docs/serve.md describes the interface.
 ///
 /// It listens before the model is loaded: /health answers at once, /ready when requests are taken.
-/// Ctrl-C or SIGTERM ends it; answers on their way get the time that --grace gives them. There is
-/// no access control: whoever reaches the address may use all of it.
+/// Ctrl-C, SIGTERM or the end of its terminal ends it; answers on their way get the time that
+/// --grace gives them. There is no access control: whoever reaches the address may use all of it.
 #[derive(clap::Args, Debug, Clone)]
 #[command(after_help = "\
 Examples:

@@ -31,9 +31,9 @@ use session::{Keeping, Ready};
 /// the answers carry the loss. The weights of the model stay as they are, quantized or not.
 ///
 /// The same data, settings and seed give the same file, byte for byte, with any number of
-/// threads. Ctrl-C ends the run after the step it is in; the adapter as it then is gets written,
-/// and a checkpoint from which `--resume` goes on, bit for bit. What does not fit the memory is
-/// refused before it starts.
+/// threads. Ctrl-C ends the run after the step it is in, as do SIGTERM and the end of its terminal
+/// (SIGHUP, but for `nohup`); the adapter as it then is gets written, and a checkpoint from which
+/// `--resume` goes on, bit for bit. What does not fit the memory is refused before it starts.
 #[derive(clap::Args, Debug, Clone)]
 #[command(after_help = "\
 Examples:
