@@ -1,5 +1,6 @@
 //! The device: binding, running and stopping plans.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -298,7 +299,8 @@ impl<'r> Run<'r> {
                 continue;
             }
             arena.wrote(end);
-            let tiles = kernels::tiles(&job);
+            let round = kernels::tiles(&job);
+            let tiles = round * kernels::rounds(&job);
             if begin >= tiles {
                 continue;
             }
@@ -307,14 +309,19 @@ impl<'r> Run<'r> {
                 let start = to as usize - arena.ptr() as usize;
                 (start..end, arena.outside(&(start..end)))
             };
-            let Outcome { left, panic } = self.tiles(&job, begin, tiles);
-            #[cfg(test)]
-            assert!(arena.outside(&own) == others, "{}: writes beyond its result", step.op.name());
-            if let Some(what) = panic {
-                return Err(fault(&format!("{} panicked: {what}", step.op.name())));
-            }
-            if left > 0 {
-                return Ok(Progress::Stopped(Segment { step: index, tile: tiles - left }));
+            let mut at = begin;
+            while at < tiles {
+                let end = (at / round + 1) * round;
+                let Outcome { left, panic } = self.tiles(&job, at..end);
+                #[cfg(test)]
+                assert!(arena.outside(&own) == others, "{}: writes beyond", step.op.name());
+                if let Some(what) = panic {
+                    return Err(fault(&format!("{} panicked: {what}", step.op.name())));
+                }
+                at = end - left;
+                if left > 0 || at < tiles && self.stop.should_stop() {
+                    return Ok(Progress::Stopped(Segment { step: index, tile: at }));
+                }
             }
             if index + 1 < count && self.stop.should_stop() {
                 return Ok(Progress::Stopped(Segment { step: index + 1, tile: 0 }));
@@ -323,10 +330,14 @@ impl<'r> Run<'r> {
         Ok(Progress::Done)
     }
 
-    /// Runs the tiles of a job from `begin` on.
-    fn tiles(&self, job: &Job<'_>, begin: usize, tiles: usize) -> Outcome {
+    /// Runs some tiles of a job, all of one round.
+    fn tiles(&self, job: &Job<'_>, tiles: Range<usize>) -> Outcome {
         #[cfg(test)]
-        let parts = crate::job::parts::Parts::new(job, begin, tiles, self.scratch.len());
+        let round = kernels::tiles(job);
+        #[cfg(test)]
+        let parts = crate::job::parts::Parts::new(job, tiles.start, round, self.scratch.len());
+        #[cfg(test)]
+        let first = tiles.start / round * round;
         let run = |worker: usize, tile: usize| {
             let memory = self.scratch.get(worker);
             // SAFETY: each worker runs one tile at a time and only with its own memory, which is
@@ -339,7 +350,7 @@ impl<'r> Run<'r> {
             // In tests one thread takes the tiles from the last on, so that one that needs another,
             // or undoes what another did, differs from those of two.
             #[cfg(test)]
-            let tile = if self.scratch.len() == 1 { tiles - 1 - tile } else { tile };
+            let tile = if self.scratch.len() == 1 { 2 * first + round - 1 - tile } else { tile };
             #[cfg(test)]
             let before = parts.before();
             kernels::run_tile(job, tile, Scratch::new(scratch));
@@ -349,11 +360,11 @@ impl<'r> Run<'r> {
                 crate::job::guards::check();
             }
         };
-        if tiles - begin > 1 {
-            return self.session.run(begin, tiles, self.stop, &run);
+        if tiles.len() > 1 {
+            return self.session.run(tiles.start, tiles.end, self.stop, &run);
         }
         // Not worth waking anyone. The stop is asked by the caller, between steps.
-        match catch_unwind(AssertUnwindSafe(|| run(0, begin))) {
+        match catch_unwind(AssertUnwindSafe(|| run(0, tiles.start))) {
             Ok(()) => Outcome { left: 0, panic: None },
             Err(payload) => Outcome { left: 0, panic: Some(message(&*payload)) },
         }

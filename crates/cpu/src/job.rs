@@ -272,7 +272,9 @@ pub(crate) mod parts {
                 let most = all.entry(job.op.name()).or_default();
                 *most = tiles.max(*most);
             });
-            let looks = threads == 1 && tiles > 1 && tiles.saturating_mul(bytes) <= MOST;
+            // Later rounds add to what the first one wrote.
+            let looks =
+                threads == 1 && tiles > 1 && begin < tiles && tiles.saturating_mul(bytes) <= MOST;
             let written = looks.then(|| Mutex::new(vec![false; bytes]));
             let parts = Parts { to: job.to, written, name: job.op.name() };
             if begin == 0 {

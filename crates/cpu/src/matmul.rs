@@ -1,7 +1,9 @@
 //! Matrix products: which kernel a product takes, and its grid of tiles.
 //!
-//! A tile is a block of rows times a block of panels of 16 columns. The grid follows from shapes
-//! alone; no bit of the result follows from the grid.
+//! A tile is a block of rows times a block of panels of 16 columns. Where many elements are reduced,
+//! such as those of a head's gradient, tiles are run in rounds: each adds up a part, and goes on
+//! from the sums of the one before. The grid follows from shapes alone; no bit of the result
+//! follows from the grid.
 
 mod bf16;
 mod codes;
@@ -51,6 +53,8 @@ struct Grid {
     k: usize,
     rows: usize,
     panels: usize,
+    /// Elements of the reduced dimension that a round adds up.
+    depth: usize,
 }
 
 impl Grid {
@@ -62,8 +66,19 @@ impl Grid {
         self.n.div_ceil(PANEL).div_ceil(self.panels)
     }
 
+    /// Whether rows of the left operand are far apart.
+    fn near(&self, ta: bool) -> bool {
+        !ta && self.rounds() > 1
+    }
+
+    /// The tiles of a round.
     fn tiles(&self) -> usize {
         self.batch * self.row_tiles() * self.panel_tiles()
+    }
+
+    /// Rounds, each of which adds to what the one before gave.
+    fn rounds(&self) -> usize {
+        self.k.div_ceil(self.depth).max(1)
     }
 }
 
@@ -97,6 +112,16 @@ const COLUMNS: [usize; 3] = [4, 2, 1];
 
 /// Rows of a tile of bf16 on AMX: a weight is unpacked for so many.
 const ROWS_BF16: usize = 512;
+
+/// Rows of a tile for which unpacking its panels is little work.
+const BUSY_ROWS: usize = 96;
+
+/// Elements that a round reduces: its part of the left operand stays in the caches while the tiles
+/// read it.
+const DEPTH: usize = 10 * float::CHUNK;
+
+/// Tiles that a round has at least, where its size permits.
+const ROUND_TILES: usize = 6;
 
 /// Tiles that a product is cut into where its size permits: of many rows, and of few, where a
 /// tile is short and does little that other tiles do again.
@@ -150,18 +175,30 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             // What is unpacked for a tile is worth it for many rows only, and pairs of panels
             // make whole units.
             let units = (goal / depth).max(1);
-            let panels = [12, 6, 2].into_iter().find(|p| units / p >= 96).unwrap_or(2);
-            // Long columns, such as a head's, make long tiles: fewer rows, though each panel is
-            // unpacked for fewer then, so that a training segment ends in time.
-            let long = (3 * MOST / 2 / depth / panels / 24 * 24).clamp(24, 72);
-            let rows = (units / panels).max(long).next_multiple_of(24);
+            if goal == MOST && units < 6 * BUSY_ROWS {
+                return in_rounds(batch, m, n, k);
+            }
+            let panels = [12, 6, 2].into_iter().find(|p| units / p >= BUSY_ROWS).unwrap_or(2);
+            let rows = (units / panels).max(24).next_multiple_of(24);
             let rows = m.div_ceil(m.div_ceil(rows).max(1)).next_multiple_of(24).min(m);
             let busy = rows.max(UNPACK_ROWS);
             let panels = (units / busy).clamp(panels, float::TILE_PANELS) / 2 * 2;
             (rows, panels)
         }
     };
-    Grid { batch, m, n, k, rows: rows.max(1), panels: panels.max(1) }
+    Grid { batch, m, n, k, rows: rows.max(1), panels: panels.max(1), depth: k.max(1) }
+}
+
+/// The grid of a large product that reduces many elements, such as that of a head's gradient: tiles
+/// of many rows and panels, in rounds.
+fn in_rounds(batch: usize, m: usize, n: usize, k: usize) -> Grid {
+    let row_tiles = m.div_ceil(BUSY_ROWS).max(1);
+    let rows = m.div_ceil(row_tiles).next_multiple_of(24).min(m).max(1);
+    let all = n.div_ceil(PANEL);
+    let enough = |p: &usize| batch * m.div_ceil(rows) * all.div_ceil(*p) >= ROUND_TILES;
+    let panels = [float::TILE_PANELS, 6, 4].into_iter().find(enough).unwrap_or(2);
+    let depth = k.div_ceil(k.div_ceil(DEPTH).max(1)).next_multiple_of(float::CHUNK);
+    Grid { batch, m, n, k, rows, panels, depth }
 }
 
 /// As [`grid`], of a bf16 product on AMX, where a tile takes all rows and some units of 32
@@ -179,7 +216,7 @@ fn bf16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
     let wide = COLUMNS.iter().find(fits).copied().unwrap_or(1);
     // Little work, such as that of few rows, is not worth a claim.
     let least = (LEAST / (rows * k * UNIT).max(1)).clamp(1, (units / 4).max(1));
-    Grid { batch, m, n, k, rows, panels: wide.max(least) * 2 }
+    Grid { batch, m, n, k, rows, panels: wide.max(least) * 2, depth: k.max(1) }
 }
 
 /// The grid of a kind of product in a family.
@@ -233,7 +270,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
             Some(g) => quantized::scratch(&g, grid.rows) / 4,
             None => 0,
         },
-        Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels),
+        Kind::Transposed | Kind::Memory => float::scratch(grid.rows, grid.panels, grid.near(ta)),
         Kind::Bf16 => {
             let wide = bf16_grid(a, b, &call.out);
             let of = |g: Grid| bf16::scratch(g.rows, g.panels.min(float::TILE_PANELS));
@@ -251,9 +288,14 @@ fn product(job: &Job<'_>) -> Option<(Kind, Grid, bool, bool)> {
     Some((kind, grid_of(job.isa, kind, &a, &b, &job.out, ta), ta, tb))
 }
 
-/// The number of tiles.
+/// The number of tiles of a round.
 pub(crate) fn tiles(job: &Job<'_>) -> usize {
     product(job).map_or(0, |(_, grid, ..)| grid.tiles())
+}
+
+/// The number of rounds that the tiles are run in, one after the other.
+pub(crate) fn rounds(job: &Job<'_>) -> usize {
+    product(job).map_or(1, |(_, grid, ..)| grid.rounds())
 }
 
 /// Runs one tile.
@@ -261,12 +303,16 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
     let Some((kind, grid, ta, tb)) = product(job) else { return };
     let (a, b) = (job.input(0), job.input(1));
     let (row_tiles, panel_tiles) = (grid.row_tiles(), grid.panel_tiles());
+    let (round, tile) = (tile / grid.tiles(), tile % grid.tiles());
+    let k = round * grid.depth..((round + 1) * grid.depth).min(grid.k);
     // Panels inside of rows: neighbouring tiles share rows of `a`.
     let (batch, tile) = (tile / (row_tiles * panel_tiles), tile % (row_tiles * panel_tiles));
     let (row, panel) = (tile / panel_tiles * grid.rows, tile % panel_tiles * grid.panels);
     let rows = row..(row + grid.rows).min(grid.m);
     let panels = panel..(panel + grid.panels).min(grid.n.div_ceil(PANEL));
     let out = job.out::<f32>().wrapping_add(batch * grid.m * grid.n);
+    let near = grid.near(ta);
+    let unpacked = float::scratch(rows.len(), panels.len(), near);
     let (right, floats) = match (kind, b.matrix()) {
         (Kind::Quantized, Some(weight)) => {
             let bytes = quantized::scratch(weight.geometry(), rows.len());
@@ -281,15 +327,13 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             let scratch = scratch.take(floats).as_mut_ptr();
             let (x, weight) = (a.ptr(), weight.panels());
             let (x_step, out_step) = (grid.k, grid.n);
-            let tile = bf16::Bf16 { weight, x, x_step, rows, panels, out, out_step, scratch };
+            let tile = bf16::Bf16 { weight, x, x_step, rows, k, panels, out, out_step, scratch };
             return tile.run(job.isa);
         }
         (Kind::Packed, Some(weight)) => (Right::Packed(weight.panels()), 0),
-        (Kind::Transposed, Some(weight)) => {
-            (Right::Transposed(weight.panels()), float::scratch_floats(panels.len()))
-        }
+        (Kind::Transposed, Some(weight)) => (Right::Transposed(weight.panels()), unpacked),
         _ => {
-            let floats = float::scratch_floats(panels.len());
+            let floats = unpacked;
             match b.arg.dtype {
                 DType::F32 => (Right::F32(strided(&b, &job.out, batch, tb)), floats),
                 DType::F16 => (Right::F16(strided(&b, &job.out, batch, tb)), floats),
@@ -304,9 +348,9 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
         _ => strided(&a, &job.out, batch, ta),
     };
     let scratch = scratch.take(floats).as_mut_ptr();
-    let (k, n) = (grid.k, grid.n);
-    let (out_step, more) = (n, false);
-    drive(job.isa, Float { a, b: right, k, n, rows, panels, out, out_step, more, scratch });
+    let n = grid.n;
+    let (out_step, more) = (n, round > 0);
+    drive(job.isa, Float { a, b: right, k, n, rows, panels, out, out_step, more, near, scratch });
 }
 
 /// The matrix of an operand that belongs to matrix `batch` of the result. Dimensions of size 1

@@ -163,7 +163,16 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
     }
 }
 
-/// How many tiles a job has: from shapes only. A single tile runs on the caller alone.
+/// Rounds that a job's tiles are run in, as many tiles in each: those of a round may need what the
+/// rounds before it gave. From shapes only.
+pub(crate) fn rounds(job: &Job<'_>) -> usize {
+    match job.op {
+        Op::MatMul { .. } => matmul::rounds(job),
+        _ => 1,
+    }
+}
+
+/// How many tiles a round of a job has: from shapes only. A single tile runs on the caller alone.
 pub(crate) fn tiles(job: &Job<'_>) -> usize {
     match job.op {
         Op::Leaf | Op::Reshape { .. } | Op::Permute { .. } | Op::Slice { .. } => 0,

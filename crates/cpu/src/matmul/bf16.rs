@@ -25,6 +25,9 @@ pub(crate) struct Bf16<'a> {
     /// Elements between rows of `x`, which have `weight.n` of them.
     pub(crate) x_step: usize,
     pub(crate) rows: Range<usize>,
+    /// The part of the reduced dimension that is added up; on AMX all of it. Where it does not
+    /// begin at 0, it is added to what `out` holds.
+    pub(crate) k: Range<usize>,
     pub(crate) panels: Range<usize>,
     /// `[M, K]`.
     pub(crate) out: *mut f32,
@@ -58,23 +61,24 @@ impl Driver for Bf16<'_> {
     type Out = ();
 
     fn run<S: Dot>(self, s: S) {
-        let reduced = self.weight.geometry().n;
+        let reduced = self.k.clone();
         let wide = self.scratch.wrapping_add(scratch_floats(self.panels.len()));
-        let mut k = 0;
-        while k < reduced {
-            let count = CHUNK.min(reduced - k);
+        let mut k = reduced.start;
+        while k < reduced.end {
+            let count = CHUNK.min(reduced.end - k);
             let rows = self.rows.clone();
             let part = Float {
                 // Row `rows.start`, element `k` is the first that was widened.
                 a: Strided { start: wide.wrapping_sub(rows.start * CHUNK + k), row: CHUNK, col: 1 },
                 b: Right::Transposed(self.weight),
-                k: reduced,
+                k: reduced.clone(),
                 n: self.weight.geometry().k,
                 rows,
                 panels: self.panels.clone(),
                 out: self.out,
                 out_step: self.out_step,
-                more: false,
+                more: reduced.start > 0,
+                near: false,
                 scratch: self.scratch,
             };
             // SAFETY: the tile's rows and panels exist, with their elements; scratch has the

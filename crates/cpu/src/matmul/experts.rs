@@ -265,6 +265,7 @@ fn multiply(
                 x: rows.x.cast(),
                 x_step: grid.k,
                 rows: 0..rows.count,
+                k: 0..grid.k,
                 panels,
                 out: rows.out,
                 out_step: rows.step,
@@ -282,7 +283,7 @@ fn multiply(
         },
     };
     let a = Strided { start: rows.x.cast(), row: grid.k, col: 1 };
-    let (k, n) = (grid.k, grid.n);
+    let (k, n) = (0..grid.k, grid.n);
     drive(
         job.isa,
         Float {
@@ -295,6 +296,7 @@ fn multiply(
             out: rows.out,
             out_step: rows.step,
             more: false,
+            near: false,
             scratch: rows.scratch,
         },
     );
@@ -349,13 +351,14 @@ fn outer_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             Float {
                 a: Strided { start: left.cast_const(), row: 1, col: rows },
                 b: Right::F32(Strided { start: right.cast_const(), row: columns, col: 1 }),
-                k: list.len(),
+                k: 0..list.len(),
                 n: columns,
                 rows: 0..rows,
                 panels: 0..columns.div_ceil(PANEL),
                 out,
                 out_step: q,
                 more: !first,
+                near: false,
                 scratch: own,
             },
         );

@@ -47,12 +47,14 @@ pub(crate) enum Right<'a> {
     Transposed(Panels<'a>),
 }
 
-/// Rows x panels of one tile.
+/// Rows x panels of one tile, or a part of their sums.
+#[derive(Clone)]
 pub(crate) struct Float<'a> {
     /// Rows are `M`, columns are `K`.
     pub(crate) a: Strided<f32>,
     pub(crate) b: Right<'a>,
-    pub(crate) k: usize,
+    /// The part of the reduced dimension that is added up; it begins at a multiple of [`CHUNK`].
+    pub(crate) k: Range<usize>,
     pub(crate) n: usize,
     pub(crate) rows: Range<usize>,
     /// Panels of 16 columns.
@@ -63,7 +65,11 @@ pub(crate) struct Float<'a> {
     pub(crate) out_step: usize,
     /// Whether the chains go on from what `out` holds.
     pub(crate) more: bool,
-    /// At least [`scratch_floats`] elements, aligned to 64 bytes.
+    /// Whether dense rows of `a` are copied to lie side by side before they are multiplied, where
+    /// the right operand is not packed as it is read: far apart they share lines of the caches, and
+    /// each is read again for every few panels.
+    pub(crate) near: bool,
+    /// At least [`scratch`] elements, aligned to 64 bytes.
     pub(crate) scratch: *mut f32,
 }
 
@@ -90,6 +96,11 @@ pub(crate) fn scratch_floats(panels: usize) -> usize {
     parts(panels).end.next_multiple_of(LANES)
 }
 
+/// Floats of scratch of a tile of so many rows and panels; `near` as in [`Float`].
+pub(crate) fn scratch(rows: usize, panels: usize, near: bool) -> usize {
+    scratch_floats(panels) + if near { rows * CHUNK } else { 0 }
+}
+
 impl Driver for Float<'_> {
     type Out = ();
 
@@ -103,7 +114,8 @@ impl Driver for Float<'_> {
                     let step = w.geometry().panel_bytes;
                     // Rows that share a panel find it in the first-level cache; alone they read
                     // it once.
-                    let chunk = if self.rows.len() > S::FLOAT_BLOCK.0 { CHUNK } else { self.k };
+                    let all = self.k.end - self.k.start;
+                    let chunk = if self.rows.len() > S::FLOAT_BLOCK.0 { CHUNK } else { all };
                     match w.geometry().elements {
                         Elements::F16 => self.multiply(s, first.cast::<F16>(), step / 2, chunk),
                         Elements::BF16 => self.multiply(s, first.cast::<BF16>(), step / 2, chunk),
@@ -134,13 +146,13 @@ impl Driver for Float<'_> {
 impl Float<'_> {
     /// Multiplies with panels `[K][16]` that lie `step` elements apart, chunk by chunk.
     unsafe fn multiply<S: Dot, E: Element>(&self, s: S, b: *const E, step: usize, chunk: usize) {
-        let mut k = 0;
+        let mut k = self.k.start;
         loop {
-            let count = chunk.min(self.k - k);
+            let count = chunk.min(self.k.end - k);
             // SAFETY: the caller's.
             unsafe { self.panels(s, b.add(k * PANEL), step, k, count) };
             k += count;
-            if k >= self.k {
+            if k >= self.k.end {
                 break;
             }
         }
@@ -149,15 +161,29 @@ impl Float<'_> {
     /// As `multiply`, where `fill(k, count)` writes rows `k .. k + count` of the tile's panels to
     /// scratch memory, as f32.
     unsafe fn chunked<S: Dot>(&self, s: S, fill: impl Fn(usize, usize)) {
-        let mut k = 0;
+        let near = self.scratch.wrapping_add(scratch_floats(self.panels.len()));
+        let b = self.scratch.cast_const();
+        let mut k = self.k.start;
         loop {
-            let count = CHUNK.min(self.k - k);
+            let count = CHUNK.min(self.k.end - k);
             fill(k, count);
-            let b = self.scratch.cast_const();
-            // SAFETY: the caller's.
-            unsafe { self.panels(s, b, CHUNK * PANEL, k, count) };
+            // SAFETY: the caller's; scratch has room for the rows where they are copied.
+            unsafe {
+                if self.near && self.a.col == 1 {
+                    for (i, row) in self.rows.clone().enumerate() {
+                        let from = self.a.start.add(row * self.a.row + k);
+                        std::ptr::copy_nonoverlapping(from, near.add(i * CHUNK), count);
+                    }
+                    let start = near.cast_const().wrapping_sub(self.rows.start * CHUNK + k);
+                    let a = Strided { start, row: CHUNK, col: 1 };
+                    let part = Float { a, ..self.clone() };
+                    part.panels(s, b, CHUNK * PANEL, k, count);
+                } else {
+                    self.panels(s, b, CHUNK * PANEL, k, count);
+                }
+            }
             k += count;
-            if k >= self.k {
+            if k >= self.k.end {
                 break;
             }
         }
@@ -199,7 +225,7 @@ impl Float<'_> {
                         out: self.out.wrapping_add(row * self.out_step + column),
                         out_row: self.out_step,
                         last: (self.n - column - (wide - 1) * PANEL).min(PANEL),
-                        add: k > 0 || self.more,
+                        add: k > self.k.start || self.more,
                     }
                 };
                 if const { S::FLOAT_BLOCK.1 == 3 } && wide > 1 {

@@ -35,7 +35,7 @@ fn bytes<T: Copy>(x: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), std::mem::size_of_val(x)) }
 }
 
-/// Runs a product on every tile, last tile first, in memory and scratch full of NaN.
+/// Runs a product on every tile, of a round the last tile first, in memory and scratch full of NaN.
 fn multiply(isa: Isa, op: Op, a: (Arg, Data<'_>), b: (Arg, Data<'_>), out: &[usize]) -> Vec<f32> {
     let args = [a.0, b.0];
     let out = Arg::dense(DType::F32, shape(out));
@@ -50,7 +50,8 @@ fn multiply(isa: Isa, op: Op, a: (Arg, Data<'_>), b: (Arg, Data<'_>), out: &[usi
     let to = result.as_mut_ptr().cast::<u8>();
     // SAFETY: `to` has room for the result.
     let job = unsafe { Job::new(&op, &inputs, out, to, isa) };
-    for tile in (0..tiles(&job)).rev() {
+    let round = tiles(&job);
+    for tile in (0..rounds(&job)).flat_map(|i| (i * round..(i + 1) * round).rev()) {
         let mut scratch = vec![Line([0xff; 64]); needs.scratch.div_ceil(64) + 1];
         // SAFETY: lines are plain bytes at a multiple of 64.
         let floats = unsafe {
@@ -275,6 +276,63 @@ fn gradients_through_packed_weights_match_f64() {
                 let floats = memory(DType::F32, &[n, k], &values);
                 assert_eq!(multiply(isa, NN, a, floats, &[m, k]), got, "{dtype}");
             }
+        }
+    }
+}
+
+/// Sums of many elements are added up in rounds: the bits of a row alone, which has one.
+#[test]
+fn rounds_do_not_change_bits() {
+    let (m, n, k) = (100, 12_010, 448);
+    for dtype in [DType::Block(TensorType::Q8_0), DType::Block(TensorType::Q4K), DType::F16] {
+        let k = if dtype == DType::Block(TensorType::Q4K) { 512 } else { k };
+        let weight = random_weight(dtype, n, k, 21);
+        let (w, values) = (pack(dtype, n, k, &weight), dequantized(dtype, &weight, n * k));
+        let dy = Random::new(22).floats(m * n);
+        let rounded: Vec<_> = dy.iter().map(|&x| half::bf16::from_f32(x)).collect();
+        let out = Arg::dense(DType::F32, shape(&[m, k]));
+        let kinds = [(memory(DType::F32, &[m, n], &dy), resident(&w), Kind::Transposed)];
+        let floats = (memory(DType::F32, &[m, n], &dy), memory(DType::F32, &[n, k], &values));
+        let kinds = kinds.into_iter().chain([(floats.0, floats.1, Kind::Memory)]);
+        let narrow = (memory(DType::BF16, &[m, n], &rounded), resident(&w), Kind::Bf16);
+        let kinds = kinds.chain((dtype != DType::F16).then_some(narrow));
+        for (a, b, kind) in kinds {
+            assert_eq!(grid(kind, &a.0, &b.0, &out, false).rounds(), 7);
+            // AMX adds up in steps of its own, in one round.
+            for isa in families().filter(|isa| (kind, isa.family()) != (Kind::Bf16, Family::Amx)) {
+                let got = multiply(isa, NN, a, b, &[m, k]);
+                for row in [0, 57, m - 1] {
+                    let one = match kind {
+                        Kind::Bf16 => memory(DType::BF16, &[1, n], &rounded[row * n..]),
+                        _ => memory(DType::F32, &[1, n], &dy[row * n..]),
+                    };
+                    let alone = multiply(isa, NN, one, b, &[1, k]);
+                    assert!(alone == got[row * k..][..k], "{dtype} {kind:?} {:?}", isa.family());
+                }
+            }
+        }
+    }
+}
+
+/// Stopped after any tile of any round, resumed there, with one thread or two.
+#[test]
+fn rounds_may_be_stopped_anywhere() {
+    let (m, n, k) = (100, 12_000, 448);
+    let dtype = DType::Block(TensorType::Q8_0);
+    let mut case = crate::testing::Case::new();
+    let w = case.weight("w", dtype, &[n, k], &random_weight(dtype, n, k, 31));
+    let dy = case.floats("dy", &[m, n], &Random::new(32).floats(m * n));
+    let y = case.graph.push(NN, &[dy, w], "y").unwrap();
+    for family in crate::testing::families().filter(|f| *f != Family::Portable) {
+        let of = |threads, stop: &dyn graph::Stop| {
+            let cpu = crate::Cpu::new(threads, Some(family)).unwrap();
+            case.run_in_pieces(&cpu, &[y], stop).unwrap()
+        };
+        let whole = of(1, &());
+        assert!(of(2, &()) == whole, "{family:?}");
+        for (threads, every) in [(1, 1), (2, 1), (2, 3)] {
+            let stop = crate::testing::Every::new(every);
+            assert!(of(threads, &stop) == whole, "{family:?}: {threads} threads, every {every}");
         }
     }
 }
@@ -550,7 +608,7 @@ fn tiles_are_small_and_many() {
         ] {
             let out = q(false, DType::F32, out);
             let grid = grid(kind, &a, &w, &out, false);
-            let work = grid.rows * grid.panels * PANEL * grid.k;
+            let work = grid.rows * grid.panels * PANEL * grid.depth;
             assert!(work <= 4 * MOST || grid.rows <= 24, "{kind:?} {grid:?}: {work}");
             assert!(grid.tiles() >= 4, "{kind:?} {grid:?}: {}", grid.tiles());
         }
