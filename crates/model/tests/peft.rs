@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use gguf::{Gguf, TensorInfo, TensorType};
 use graph::Code;
-use model::{Adapter, Error, Skeleton};
+use model::{Adapter, Error, LoraTensor, Skeleton};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use testkit::fixture;
 
@@ -192,6 +192,111 @@ fn f23_scales_that_one_alpha_cannot_say() {
     read.write_for(&gguf, &base.base()).unwrap();
     assert_eq!(Gguf::open(&gguf).unwrap().metadata().f32("adapter.lora.alpha").unwrap(), 64.0);
     assert_same(&read, &Adapter::read_for(&gguf, &base.base()).unwrap(), "rank-stabilized");
+}
+
+/// A pair of another rank, of which the first rows are the same.
+fn set_rank(t: &mut LoraTensor, rank: usize) {
+    let (a, b) = (t.a.clone(), t.b.clone());
+    let width = |n: usize| n / t.rank;
+    t.a = a.iter().cycle().take(width(a.len()) * rank).copied().collect();
+    t.b = b.iter().cycle().take(width(b.len()) * rank).copied().collect();
+    t.rank = rank;
+}
+
+/// A rank and a scale for each kind of target, and others in one layer: what is a module, what a
+/// parameter, and what several kinds end in has to be told apart by the patterns' keys.
+#[test]
+fn every_kind_of_target_has_its_own_rank_and_scale_in_a_folder() {
+    let folder = Folder::new("ranks");
+    for arch in ARCHITECTURES {
+        let base = skeleton(arch);
+        let full = Adapter::read_for(&fixture(arch, "adapter.gguf"), &base.base()).unwrap();
+        let kind = |target: &str| target.splitn(3, '.').nth(2).unwrap_or(target).to_string();
+        let mut kinds: Vec<String> = full.tensors.keys().map(|t| kind(t)).collect();
+        kinds.sort();
+        kinds.dedup();
+        for changed in kinds.iter().map(Some).chain([None]) {
+            for (ranks, scales) in [(true, false), (false, true), (true, true)] {
+                let mut adapter = full.clone();
+                for (target, t) in &mut adapter.tensors {
+                    // Gate and up are one parameter where experts are.
+                    let name = kind(target).replace("ffn_up_exps", "ffn_gate_exps");
+                    let at = match changed {
+                        Some(changed) => usize::from(name == *changed),
+                        None => kinds.iter().position(|k| *k == name).unwrap(),
+                    };
+                    let at = at + usize::from(changed.is_none() && target.contains("blk.1."));
+                    if ranks {
+                        set_rank(t, 1 + at);
+                    }
+                    t.scale = if scales { 1.0 + at as f32 } else { 3.0 };
+                }
+                let peft = folder.join(arch);
+                adapter.write_peft(&peft, &base.base()).unwrap();
+                let what = format!("{arch}, {changed:?}, ranks {ranks}, scales {scales}");
+                let again = Adapter::read_for(&peft, &base.base());
+                assert_same(&adapter, &again.unwrap_or_else(|e| panic!("{what}: {e}")), &what);
+            }
+        }
+    }
+}
+
+/// A router is a parameter where experts are, and is found by its own name alone.
+#[test]
+fn patterns_of_routers_name_the_router() {
+    let folder = Folder::new("router");
+    let base = skeleton("qwen3_5_moe");
+    let mut adapter =
+        Adapter::read_for(&fixture("qwen3_5_moe", "adapter.gguf"), &base.base()).unwrap();
+    for (target, t) in &mut adapter.tensors {
+        if target.contains("ffn_gate_inp.") {
+            set_rank(t, 2);
+            t.scale = 5.0;
+        }
+    }
+    adapter.write_peft(&folder.join("out"), &base.base()).unwrap();
+    let config: serde_json::Value =
+        serde_json::from_slice(&fs::read(folder.join("out").join(FILES[0])).unwrap()).unwrap();
+    assert_eq!(config["rank_pattern"]["mlp.gate.weight"], 2, "{config}");
+    assert_eq!(config["alpha_pattern"]["mlp.gate.weight"], 10, "{config}");
+}
+
+/// Beside transformers 5 PEFT makes parameters of the modules of routers and experts, and holds
+/// patterns against their names alone; gate and up become one of twice the rank.
+#[test]
+fn patterns_name_what_peft_makes_of_modules_too() {
+    let folder = Folder::new("converted");
+    for (arch, down) in [("mixtral", "w2"), ("qwen3_moe", "down_proj")] {
+        let base = skeleton(arch);
+        let full = Adapter::read_for(&fixture(arch, "adapter.gguf"), &base.base()).unwrap();
+        let config = |changed: &[&str]| -> serde_json::Value {
+            let mut adapter = full.clone();
+            for (target, t) in &mut adapter.tensors {
+                if changed.iter().any(|kind| target.contains(kind)) {
+                    set_rank(t, 2);
+                    t.scale = 5.0;
+                }
+            }
+            let out = folder.join(arch);
+            adapter.write_peft(&out, &base.base()).unwrap();
+            assert_same(&adapter, &Adapter::read_for(&out, &base.base()).unwrap(), arch);
+            serde_json::from_slice(&fs::read(out.join(FILES[0])).unwrap()).unwrap()
+        };
+        let ranks = |changed: &[&str]| config(changed)["rank_pattern"].clone();
+        assert_eq!(ranks(&[]), serde_json::json!({}), "{arch}");
+        let router = serde_json::json!({"gate": 2, "mlp.gate.weight": 2});
+        assert_eq!(ranks(&["ffn_gate_inp"]), router, "{arch}");
+        let downs = serde_json::json!({down: 2, "mlp.experts.down_proj": 2});
+        assert_eq!(ranks(&["ffn_down_exps"]), downs, "{arch}");
+        // Where they are most: as usual, of which PEFT takes twice by itself.
+        let most = config(&["ffn_gate_exps", "ffn_up_exps"]);
+        assert_eq!(most["r"], 2, "{arch}");
+        assert!(most["rank_pattern"].get("mlp.experts.gate_up_proj").is_none(), "{most}");
+        // In one layer, where they are not.
+        let few = config(&["blk.1.ffn_gate_exps", "blk.1.ffn_up_exps"]);
+        let name = "model.layers.1.mlp.experts.gate_up_proj";
+        assert_eq!((&few["r"], &few["rank_pattern"][name]), (&4.into(), &4.into()), "{few}");
+    }
 }
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;

@@ -1,5 +1,7 @@
 //! `adapter_config.json`: what of it says how A and B are meant.
 
+use std::collections::HashMap;
+
 use regex_automata::meta::Regex;
 use regex_automata::util::syntax;
 use serde_json::{Map, Value, json};
@@ -17,6 +19,8 @@ pub(super) struct Config {
     rank_stabilized: bool,
     ranks: Patterns,
     alphas: Patterns,
+    /// Ends of the names of adapted parameters.
+    parameters: Vec<String>,
     /// What was dropped in training.
     pub(super) dropout: f32,
     /// The class of the base model in transformers, where PEFT noted it.
@@ -146,6 +150,16 @@ impl Config {
         for (key, value) in patterns("alpha_pattern")? {
             alphas.push((key, number("alpha_pattern", &value)?));
         }
+        let parameters = match get("target_parameters") {
+            Value::Null => Vec::new(),
+            value => {
+                let wanted = || bad("target_parameters", value, "an array of names");
+                let names = value.as_array().ok_or_else(wanted)?.iter();
+                names
+                    .map(|name| name.as_str().map(String::from).ok_or_else(wanted))
+                    .collect::<Result<_>>()?
+            }
+        };
         let dropout = match get("lora_dropout") {
             Value::Null => 0.0,
             value => match value.as_f64().filter(|p| (0.0..=1.0).contains(p)) {
@@ -161,23 +175,31 @@ impl Config {
             rank_stabilized,
             ranks,
             alphas,
+            parameters,
             dropout,
             class: class.map(str::to_string),
         })
     }
 
-    /// The rank of a module by one of its names, and the alpha that gives its scale divided by the
-    /// rank: `lora_alpha`, or `lora_alpha * sqrt(rank)` where that is what the scale is divided by
+    /// The name that patterns are held against, of what has tensors under a path: the path of a
+    /// module, or the name of its weight where that is adapted as a parameter.
+    pub(super) fn key(&self, path: &str) -> String {
+        let weight = format!("{path}.weight");
+        match self.parameters.iter().any(|end| ends_in(&weight, end)) {
+            true => weight,
+            false => path.to_string(),
+        }
+    }
+
+    /// The rank of a module or parameter, and the alpha that gives its scale divided by the rank:
+    /// `lora_alpha`, or `lora_alpha * sqrt(rank)` where that is what the scale is divided by
     /// (Kalajdzievski 2023, arXiv 2312.03732).
     ///
     /// # Errors
     /// When the alpha is beyond f32.
-    pub(super) fn of(&self, names: &[&str]) -> Result<(usize, f32)> {
-        // As PEFT: each name looks for the first expression that matches it.
+    pub(super) fn of(&self, key: &str) -> Result<(usize, f32)> {
         let first = |patterns: &Patterns| {
-            names.iter().find_map(|name| {
-                patterns.iter().find(|(key, _)| key.is_match(*name)).map(|&(_, value)| value)
-            })
+            patterns.iter().find(|(pattern, _)| pattern.is_match(key)).map(|&(_, value)| value)
         };
         let rank = first(&self.ranks).map_or(self.rank, |rank| rank as usize);
         let alpha = first(&self.alphas).unwrap_or(self.alpha);
@@ -187,6 +209,11 @@ impl Config {
             _ => Err(Error::new(format!("{}: alpha {alpha} is too large", self.file))),
         }
     }
+}
+
+/// Whether a name is `end`, or ends in it from a dot on.
+fn ends_in(name: &str, end: &str) -> bool {
+    name.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
 /// PEFT's `get_pattern_key`: an expression for the end of a path, from a dot on.
@@ -216,19 +243,68 @@ pub(super) struct Written {
     pub(super) alpha: f64,
 }
 
+/// A parameter that PEFT makes of modules beside transformers 5, which has none for routers and
+/// experts any more. It holds patterns against the name of the parameter alone.
+pub(super) struct Converted {
+    pub(super) parameter: Written,
+    /// What it multiplies the usual rank and alpha by: how many modules become one.
+    pub(super) modules: f64,
+}
+
 impl Written {
-    /// The last part of the path: `q_proj`.
-    fn leaf(&self) -> &str {
-        self.path.rsplit('.').next().unwrap_or_default()
+    /// What all of its kind end in: `q_proj`; of a parameter, which is found by its module's name
+    /// and its own, `mlp.gate.weight`.
+    fn kind(&self) -> &str {
+        self.end(if self.parameter { 3 } else { 1 })
+    }
+
+    /// The last parts of the path.
+    fn end(&self, parts: usize) -> &str {
+        let dot = self.path.rmatch_indices('.').nth(parts - 1);
+        dot.map_or(&self.path, |(dot, _)| self.path.get(dot + 1..).unwrap_or_default())
     }
 }
 
-/// The file of an adapter with these modules. `everywhere` says of a module whether all of its
+/// What is not `usual`, under keys as PEFT matches them: from a dot to the end of a path. A key is
+/// the kind of a module, or else with the name before it, where everything that it matches has
+/// this value; else the whole path. So it does not matter which key is looked at first.
+fn pattern(
+    modules: &[Written],
+    converted: &[Converted],
+    value: &dyn Fn(&Written) -> f64,
+    usual: f64,
+) -> Value {
+    let converted = converted.iter().map(|c| (&c.parameter, usual * c.modules));
+    let all: Vec<(&Written, f64)> = modules.iter().map(|m| (m, usual)).chain(converted).collect();
+    // Of each end of a path the value, where all have one.
+    let mut ends: HashMap<&str, Option<f64>> = HashMap::new();
+    for &(module, _) in &all {
+        let mine = value(module);
+        let dots = module.path.match_indices('.').map(|(dot, _)| dot + 1);
+        for start in std::iter::once(0).chain(dots) {
+            let end = module.path.get(start..).unwrap_or_default();
+            let known = ends.entry(end).or_insert(Some(mine));
+            *known = known.filter(|&known| known == mine);
+        }
+    }
+    let mut map = Map::new();
+    for (module, _) in all.into_iter().filter(|(m, usual)| value(m) != *usual) {
+        let short = [module.kind(), module.end(2)];
+        let one =
+            |key: &&str| ends_in(key, module.kind()) && ends.get(key).is_some_and(Option::is_some);
+        let key = short.into_iter().find(one).unwrap_or(&module.path);
+        map.insert(key.to_string(), plain(value(module)));
+    }
+    Value::Object(map)
+}
+
+/// The file of an adapter with these modules, of which PEFT may make the converted ones. `everywhere` says of a module whether all of its
 /// name, such as `q_proj`, have an adapter.
 pub(super) fn text(
     base: &str,
     dropout: f32,
     modules: &[Written],
+    converted: &[Converted],
     everywhere: &dyn Fn(&Written) -> bool,
 ) -> Result<Vec<u8>> {
     let most = |value: &dyn Fn(&Written) -> f64| {
@@ -245,32 +321,10 @@ pub(super) fn text(
     };
     let rank = most(&|m| m.rank as f64);
     let alpha = most(&|m| m.alpha);
-    let pattern = |value: &dyn Fn(&Written) -> f64, usual: f64| {
-        let mut map = Map::new();
-        for module in modules {
-            let (leaf, mine) = (module.leaf(), value(module));
-            let mut same = modules.iter().filter(|m| m.leaf() == leaf);
-            let key = if same.all(|m| value(m) == mine) { leaf } else { &module.path };
-            if mine != usual {
-                map.insert(key.to_string(), plain(mine));
-            }
-        }
-        // PEFT takes the first that matches.
-        Value::Object(map)
-    };
-    let names = |parameters: bool| -> Vec<String> {
+    let names = |parameters: bool| -> Vec<&str> {
         let mut names = Vec::new();
         for module in modules.iter().filter(|m| m.parameter == parameters) {
-            let leaf = module.leaf();
-            let name = match everywhere(module) {
-                true if parameters => {
-                    // A parameter is found by its module's name and its own.
-                    let parts: Vec<&str> = module.path.rsplit('.').take(3).collect();
-                    parts.into_iter().rev().collect::<Vec<_>>().join(".")
-                }
-                true => leaf.to_string(),
-                false => module.path.clone(),
-            };
+            let name = if everywhere(module) { module.kind() } else { &module.path };
             if !names.contains(&name) {
                 names.push(name);
             }
@@ -284,7 +338,7 @@ pub(super) fn text(
         false => dropout.to_string().parse().unwrap_or(f64::from(dropout)),
     };
     let config = json!({
-        "alpha_pattern": pattern(&|m| m.alpha, alpha),
+        "alpha_pattern": pattern(modules, converted, &|m| m.alpha, alpha),
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": false,
@@ -295,7 +349,7 @@ pub(super) fn text(
         "modules_to_save": null,
         "peft_type": "LORA",
         "r": rank as u64,
-        "rank_pattern": pattern(&|m| m.rank as f64, rank),
+        "rank_pattern": pattern(modules, converted, &|m| m.rank as f64, rank),
         "target_modules": names(false),
         "target_parameters": Some(names(true)).filter(|names| !names.is_empty()),
         "task_type": "CAUSAL_LM",
@@ -324,9 +378,9 @@ mod tests {
     #[test]
     fn f23_rank_stabilized_scales() {
         let plain = config(r#"{"peft_type":"LORA","r":16,"lora_alpha":16}"#).unwrap();
-        assert_eq!(plain.of(&["a"]).unwrap(), (16, 16.0));
+        assert_eq!(plain.of("a").unwrap(), (16, 16.0));
         let text = r#"{"peft_type":"LORA","r":16,"lora_alpha":16,"use_rslora":true}"#;
-        let (rank, alpha) = config(text).unwrap().of(&["a"]).unwrap();
+        let (rank, alpha) = config(text).unwrap().of("a").unwrap();
         assert_eq!(alpha / rank as f32, 4.0);
     }
 
@@ -344,7 +398,25 @@ mod tests {
             ("model.layers.1.mlp.up_proj", (16, 8.0)),
             ("mlp.down_proj", (1, 8.0)),
         ] {
-            assert_eq!(config.of(&[path]).unwrap(), expected, "{path}");
+            assert_eq!(config.of(path).unwrap(), expected, "{path}");
+        }
+    }
+
+    /// PEFT holds patterns against the name of a parameter where that is what is adapted, and against
+    /// a module's path where the module is: never against both.
+    #[test]
+    fn patterns_match_parameters_by_their_own_name() {
+        let text = r#"{"peft_type":"LORA","r":8,"lora_alpha":8,"target_modules":["q_proj"],
+            "target_parameters":["mlp.gate.weight","x.weight"],
+            "rank_pattern":{"weight":4,"gate":2},"alpha_pattern":{"gate.weight":1.5}}"#;
+        let config = config(text).unwrap();
+        for (path, expected) in [
+            ("model.layers.0.mlp.gate", (4, 1.5)),
+            ("model.layers.0.self_attn.q_proj", (8, 8.0)),
+            ("model.layers.0.other_mlp.gate", (2, 8.0)),
+            ("x", (4, 8.0)),
+        ] {
+            assert_eq!(config.of(&config.key(path)).unwrap(), expected, "{path}");
         }
     }
 
@@ -365,6 +437,8 @@ mod tests {
             (r#","rank_pattern":[1]"#, "rank_pattern"),
             (r#","alpha_pattern":{"a":"b"}"#, "alpha_pattern"),
             (r#","use_rslora":1"#, "use_rslora"),
+            (r#","target_parameters":"all""#, "target_parameters"),
+            (r#","target_parameters":[1]"#, "target_parameters"),
             (r#","lora_dropout":1.5"#, "lora_dropout"),
             (r#","lora_dropout":-0.1"#, "lora_dropout"),
             (r#","lora_dropout":"some""#, "lora_dropout"),

@@ -25,7 +25,7 @@ use graph::Code;
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
-use self::config::{Config, MOST_RANK, Written};
+use self::config::{Config, Converted, MOST_RANK, Written};
 use self::experts::{Half, fuse, split};
 use self::names::{Family, Order, Place, family, order};
 use crate::adapter::{Base, effective_alpha, scale, transposed};
@@ -301,10 +301,8 @@ fn pairs(
             ));
         }
         let parameter = fused(&path, width, out);
-        let (rank, alpha) = match &parameter {
-            None => config.of(&[&path, &format!("{path}.weight")])?,
-            Some(name) => config.of(&[name])?,
-        };
+        let key = parameter.as_ref().map_or_else(|| config.key(&path), String::clone);
+        let (rank, alpha) = config.of(&key)?;
         if parameter.is_none() && rank != rows {
             return Err(Error::adapter(
                 Code::AdapterShape,
@@ -547,7 +545,8 @@ pub(crate) fn write(adapter: &Adapter, folder: &Path, base: &Base<'_>) -> Result
     }
     let everywhere = |written: &Written| is_everywhere(written, adapter, base, family);
     let name = base.metadata.opt_str("general.name")?.unwrap_or(base.arch);
-    let config = config::text(name, adapter.dropout, &modules, &everywhere)?;
+    let converted = converted(adapter, family);
+    let config = config::text(name, adapter.dropout, &modules, &converted, &everywhere)?;
 
     let views: Vec<(&String, TensorView<'_>)> = tensors
         .iter()
@@ -577,6 +576,29 @@ fn insert(to: &mut Tensors, path: &str, dims: [usize; 3], a: Vec<f32>, b: Vec<f3
     let [rows, width, out] = dims;
     to.insert(format!("base_model.model.{path}.lora_A.weight"), (vec![rows, width], a));
     to.insert(format!("base_model.model.{path}.lora_B.weight"), (vec![out, rows], b));
+}
+
+/// What PEFT makes of an adapter's routers and of its experts, where they are written as modules.
+fn converted(adapter: &Adapter, family: &Family) -> Vec<Converted> {
+    if family.fused {
+        return Vec::new();
+    }
+    let mut out = Vec::new();
+    for (target, t) in &adapter.tensors {
+        let Some((layer, module)) = family.module(target) else { continue };
+        let (name, modules) = match module.tensor {
+            "ffn_gate_inp" => ("gate.weight", 1),
+            "ffn_down_exps" => ("experts.down_proj", 1),
+            // With the up of the same rank and scale; PEFT takes no others.
+            "ffn_gate_exps" => ("experts.gate_up_proj", 2),
+            _ => continue,
+        };
+        let path = format!("model.layers.{layer}.mlp.{name}");
+        let alpha = f64::from(effective_alpha(t.scale, t.rank)) * modules as f64;
+        let parameter = Written { path, parameter: true, rank: t.rank * modules, alpha };
+        out.push(Converted { parameter, modules: modules as f64 });
+    }
+    out
 }
 
 /// Whether every module of the model whose path ends like this one's has an adapter, so that the
