@@ -4,6 +4,7 @@
 //! the merged model is then the base model. So every tensor's change is measured against the
 //! steps it is stored in, and a merge that would lose an adapter is refused.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -12,7 +13,7 @@ use gguf::{Metadata, Tensor, TensorInfo, TensorType, Value, Writer};
 use graph::{Code, Refusal};
 
 use crate::adapter::transposed;
-use crate::{Adapter, Error, LoraTensor, Result, Skeleton};
+use crate::{Adapter, Error, LoraTensor, Projection, Result, Skeleton};
 
 /// How to merge.
 #[derive(Clone, Debug)]
@@ -41,7 +42,7 @@ pub struct MergedTensor {
     /// Root mean square of what is stored less what it should be, over that of the change.
     pub error: f64,
     /// The share of the entries to be changed whose change is less than half a step of the type
-    /// as they are stored.
+    /// as they are stored, or whose group is stored as one value that is not theirs.
     pub lost: f64,
 }
 
@@ -92,7 +93,8 @@ impl Sums {
 }
 
 /// Writes a copy of a model's file with an adapter in its weights, tensor by tensor: no more than
-/// one is in memory. Everything else is copied byte for byte, but for keys that say where the
+/// one is in memory. From the first tensor on that would lose its change nothing more is written,
+/// and what was is removed: the rest is measured, for one refusal that names what keeps all. Everything else is copied byte for byte, but for keys that say where the
 /// model comes from (`general.finetune`, `general.base_model.*`). `done` is told how many of how
 /// many bytes of the result are written.
 ///
@@ -130,23 +132,29 @@ pub fn merge(
     let lengths: Vec<u64> = infos.iter().map(|info| info.byte_len() as u64).collect();
     let total = lengths.iter().sum();
     let types: Vec<TensorType> = infos.iter().map(|info| info.ty).collect();
-    let mut writer = Writer::create(out, &metadata(file.metadata(), config), infos)?;
+    let mut writer = Some(Writer::create(out, &metadata(file.metadata(), config), infos)?);
     let mut report = Vec::new();
-    let mut erased: Vec<(String, f64, Option<TensorType>)> = Vec::new();
+    let mut erased: Vec<(&str, f64)> = Vec::new();
     let mut written = 0u64;
     done(0, total);
     for ((tensor, ty), bytes) in file.tensors().zip(types).zip(lengths) {
         let name = &tensor.info.name;
         match adapter.tensors.get(name) {
-            None => writer.tensor(tensor.bytes)?,
-            Some(lora) => {
-                let table = base.projection(name)?.is_table.then(|| of_table(lora));
-                let job = Job { tensor, lora: table.as_ref().unwrap_or(lora), ty };
-                let (bytes, sums) = job.run(config.threads)?;
-                if sums.lost() > MOST_LOST && !config.force {
-                    erased.push((name.clone(), sums.lost(), job.finer(config.threads)?));
+            None => {
+                if let Some(writer) = &mut writer {
+                    writer.tensor(tensor.bytes)?;
                 }
-                writer.tensor(&bytes)?;
+            }
+            Some(lora) => {
+                let lora = rows_of(base.projection(name)?, lora);
+                let (bytes, sums) = Job { tensor, lora: &lora, ty }.run(config.threads)?;
+                if sums.lost() > MOST_LOST && !config.force {
+                    erased.push((name, sums.lost()));
+                    writer = None;
+                }
+                if let Some(writer) = &mut writer {
+                    writer.tensor(&bytes)?;
+                }
                 report.push(sums.of(tensor.info, ty));
             }
         }
@@ -154,17 +162,68 @@ pub fn merge(
         done(written, total);
         file.release(name);
     }
-    if let Some(refusal) = refusal(&erased, adapter.tensors.len()) {
-        return Err(graph::Error::from(refusal).into());
+    match writer {
+        Some(writer) => writer.finish()?,
+        None => {
+            erased.sort_by(|a, b| b.1.total_cmp(&a.1));
+            let keeps = keeps_all(model, adapter, config, &report, &erased)?;
+            return Err(graph::Error::from(refusal(&erased, report.len(), keeps)).into());
+        }
     }
-    writer.finish()?;
     done(total, total);
     Ok(report)
 }
 
-/// A pair on a table as one on a matrix whose rows are the table's: a row of its A, times B.
-fn of_table(lora: &LoraTensor) -> LoraTensor {
-    LoraTensor { a: transposed(&lora.b, lora.rank), b: lora.a.clone(), ..*lora }
+/// The smallest type in which no changed tensor loses its change, and that all of them can be
+/// stored in. Those that lost most are tried first.
+fn keeps_all(
+    model: &Skeleton,
+    adapter: &Adapter,
+    config: &MergeConfig,
+    report: &[MergedTensor],
+    erased: &[(&str, f64)],
+) -> Result<Option<TensorType>> {
+    let (file, base) = (model.file(), model.base());
+    let lost = |name: &str| erased.iter().position(|(erased, _)| *erased == name);
+    let mut changed: Vec<&MergedTensor> = report.iter().collect();
+    changed.sort_by_key(|t| lost(&t.name).unwrap_or(erased.len()));
+    let keeps = |ty: TensorType| -> Result<bool> {
+        for t in &changed {
+            let tensor = file.require(&t.name)?;
+            let (new, old) =
+                (ty.block_bytes() * t.to.block_len(), t.to.block_bytes() * ty.block_len());
+            let hopeless = lost(&t.name).is_some() && (new < old || ty == t.to);
+            if hopeless || !tensor.info.cols().is_multiple_of(ty.block_len()) {
+                return Ok(false);
+            }
+            let Some(lora) = adapter.tensors.get(&t.name) else { continue };
+            let lora = rows_of(base.projection(&t.name)?, lora);
+            let run = Job { tensor, lora: &lora, ty }.run(config.threads);
+            file.release(&t.name);
+            // Numbers that it cannot hold are another reason to go on to the next.
+            if !run.is_ok_and(|(_, sums)| sums.lost() <= MOST_LOST) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    };
+    for ty in FINER {
+        if keeps(ty)? {
+            return Ok(Some(ty));
+        }
+    }
+    Ok(None)
+}
+
+/// A pair as one on a matrix whose rows are the tensor's: of a table, a row of its A, times B.
+fn rows_of(of: Projection, lora: &LoraTensor) -> Cow<'_, LoraTensor> {
+    match of.is_table {
+        false => Cow::Borrowed(lora),
+        true => {
+            let a = transposed(&lora.b, lora.rank);
+            Cow::Owned(LoraTensor { a, b: lora.a.clone(), ..*lora })
+        }
+    }
 }
 
 /// What a changed tensor is stored as.
@@ -180,10 +239,11 @@ fn stored_as(info: &TensorInfo, config: &MergeConfig) -> Result<TensorType> {
     if !info.cols().is_multiple_of(ty.block_len()) {
         return Err(Error::new(format!(
             "tensor `{}` has rows of {} elements, which are no whole blocks of {} of {ty}; choose \
-             another `--type`, such as q8_0 or f16",
+             another `--type`, such as {}",
             info.name,
             info.cols(),
-            ty.block_len()
+            ty.block_len(),
+            if info.cols().is_multiple_of(TensorType::Q8_0.block_len()) { "q8_0" } else { "f16" }
         )));
     }
     Ok(ty)
@@ -208,18 +268,14 @@ fn metadata(of: &Metadata, config: &MergeConfig) -> Metadata {
     metadata
 }
 
-fn refusal(erased: &[(String, f64, Option<TensorType>)], of: usize) -> Option<Refusal> {
-    let worst = erased.iter().max_by(|a, b| a.1.total_cmp(&b.1))?;
-    let order = |ty: &Option<TensorType>| {
-        ty.and_then(|ty| FINER.iter().position(|&f| f == ty)).unwrap_or(FINER.len())
+/// `erased`: names and shares lost, the worst first; of so many changed tensors.
+fn refusal(erased: &[(&str, f64)], of: usize, keeps: Option<TensorType>) -> Refusal {
+    let advice = match keeps {
+        Some(ty) => format!("`--type {}` keeps all of it", ty.name().to_lowercase()),
+        None => "no type keeps all of it: the adapter changes next to nothing".to_string(),
     };
-    let finest = erased.iter().map(|e| e.2).max_by_key(order).flatten();
-    let advice = match finest {
-        Some(ty) => format!("`--type {}` keeps it", ty.name().to_lowercase()),
-        None => "no type keeps it: the adapter changes next to nothing".to_string(),
-    };
-    let (name, lost, _) = worst;
-    Some(Refusal {
+    let (name, lost) = erased.first().copied().unwrap_or_default();
+    Refusal {
         code: Code::MergeErases,
         op: String::new(),
         node: String::new(),
@@ -232,7 +288,7 @@ fn refusal(erased: &[(String, f64, Option<TensorType>)], of: usize) -> Option<Re
             erased.len(),
             100.0 * lost
         ),
-    })
+    }
 }
 
 /// One tensor to be merged.
@@ -244,22 +300,6 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// The smallest type in which this tensor's change is kept.
-    fn finer(&self, threads: usize) -> Result<Option<TensorType>> {
-        for ty in FINER {
-            let (bytes, len) = (ty.block_bytes(), ty.block_len());
-            let larger = bytes * self.ty.block_len() > self.ty.block_bytes() * len;
-            if !larger || !self.tensor.info.cols().is_multiple_of(len) {
-                continue;
-            }
-            let finer = Job { ty, ..*self };
-            if finer.run(threads)?.1.lost() <= MOST_LOST {
-                return Ok(Some(ty));
-            }
-        }
-        Ok(None)
-    }
-
     /// The stored bytes of the merged tensor, and what happened to it.
     fn run(&self, threads: usize) -> Result<(Vec<u8>, Sums)> {
         let info = self.tensor.info;
@@ -350,7 +390,12 @@ impl Job<'_> {
             sums.change += change * change;
             sums.error += (f64::from(*stored) - f64::from(*merged)).powi(2);
             sums.changed += u64::from(*change != 0.0);
-            sums.lost += u64::from(*change != 0.0 && change.abs() < f64::from(*step) / 2.0);
+            // Where there are no steps, a group is one value.
+            let kept = match *step == 0.0 {
+                true => stored == merged,
+                false => change.abs() >= f64::from(*step) / 2.0,
+            };
+            sums.lost += u64::from(*change != 0.0 && !kept);
         }
         Ok(sums)
     }

@@ -1,6 +1,6 @@
 //! Merged models: what they answer, what of the file stays as it is, and merges that would lose
 //! the adapter.
-#![allow(clippy::unwrap_used, clippy::indexing_slicing)] // helpers of tests may panic
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic)] // helpers of tests may panic
 
 use std::borrow::Cow;
 use std::fs;
@@ -167,6 +167,101 @@ fn f20_a_merge_that_would_lose_the_adapter_is_refused() {
     // The model itself is not written over.
     let error = run(&file.0, &adapter, &file.0, &config(Some(TensorType::F16))).unwrap_err();
     assert!(error.to_string().contains("is the model itself"), "{error}");
+}
+
+/// An adapter on these tensors whose change has about this size relative to the weights.
+fn small(file: &Path, targets: &[&str], size: f32) -> Adapter {
+    let model = Model::load(file, Arc::new(cpu::Cpu::new(1, None).unwrap())).unwrap();
+    let mut adapter = Adapter::fresh(&model, targets.iter().map(|t| (*t, 4)), 4.0, 1).unwrap();
+    let mut random = Random::new(9);
+    for (target, t) in &mut adapter.tensors {
+        let weights = model.read_f32(target).unwrap();
+        let rms = |x: &[f32]| (x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32).sqrt();
+        let (weights, a) = (rms(&weights), rms(&t.a));
+        t.b.iter_mut().for_each(|b| *b = size * weights / a / 2.0 * random.normal());
+    }
+    adapter
+}
+
+/// The type that a refused merge names.
+fn advised(file: &Path, adapter: &Adapter, out: &Path, config: &MergeConfig) -> TensorType {
+    let text = run(file, adapter, out, config).unwrap_err().to_string();
+    assert!(!out.exists(), "nothing is left");
+    let named = text.split("`--type ").nth(1).unwrap_or_else(|| panic!("{text}"));
+    TensorType::from_name(named.split('`').next().unwrap()).unwrap()
+}
+
+/// What a refusal names is for all tensors that change, as `--type` is: their rows are whole blocks
+/// of it, and none loses its change by it, also none that would have kept it as it was.
+#[test]
+fn the_type_that_is_advised_keeps_every_changed_tensor() {
+    let (file, out) = (Temporary::new("advice-base"), Temporary::new("advice"));
+    let targets = ["blk.0.attn_q.weight", "blk.1.ffn_down.weight"];
+    let toy = |ty| Toy { width: 288, ffn: 512, heads: 4, ..Toy::new("llama", ty, 3) };
+    let of = |ty| Gguf::from_bytes("toy.gguf", toy(ty).gguf().unwrap()).unwrap();
+    let (coarse, fine) = (of(TensorType::Q4_0), of(TensorType::F16));
+    // Of all tensors Q4_0, and with one that is F16.
+    for mixed in [false, true] {
+        let tensors: Vec<(TensorInfo, Cow<'_, [u8]>)> = coarse
+            .tensors()
+            .map(|t| match mixed && t.info.name == targets[0] {
+                true => fine.require(&t.info.name).unwrap(),
+                false => t,
+            })
+            .map(|t| (t.info.clone(), Cow::Borrowed(t.bytes)))
+            .collect();
+        fs::write(&file.0, gguf::encode(coarse.metadata(), tensors).unwrap()).unwrap();
+        let mut types = Vec::new();
+        for size in [0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.002] {
+            let mut adapter = small(&file.0, &targets, size);
+            // What is F16 changes by less than any block of eight bits shows.
+            let factor = if mixed { 0.1 } else { 1.5 };
+            let pair = adapter.tensors.get_mut(targets[0]).unwrap();
+            pair.b.iter_mut().for_each(|b| *b *= factor);
+            // By itself one would be kept by Q6_K, of which rows of 288 are no whole blocks.
+            let down = adapter.tensors[targets[1]].clone();
+            let alone = [(targets[1].to_string(), down)].into();
+            let alone = Adapter { tensors: alone, ..adapter.clone() };
+            types.push(advised(&file.0, &alone, &out.0, &config(None)));
+            let ty = advised(&file.0, &adapter, &out.0, &config(None));
+            let report = run(&file.0, &adapter, &out.0, &config(Some(ty)))
+                .unwrap_or_else(|e| panic!("mixed {mixed}, {size}: {ty} was advised: {e}"));
+            assert!(report.iter().all(|t| t.to == ty && t.lost <= 0.5), "{report:?}");
+            fs::remove_file(&out.0).unwrap();
+        }
+        assert!(types.contains(&TensorType::Q6K), "{types:?}");
+    }
+}
+
+/// A group beside one of weights 2000 times as large has a scale of 0 in its block: all of it is
+/// stored as one value, and nothing of a change is left.
+#[test]
+fn a_group_that_is_stored_as_one_value_has_lost_its_change() {
+    let (file, out) = (Temporary::new("zero-base"), Temporary::new("zero"));
+    let target = "blk.0.attn_q.weight";
+    let toy = Toy { width: 256, ..Toy::new("llama", TensorType::F32, 3) };
+    let made = Gguf::from_bytes("toy.gguf", toy.gguf().unwrap()).unwrap();
+    let tensors: Vec<(TensorInfo, Cow<'_, [u8]>)> = made
+        .tensors()
+        .map(|t| {
+            let mut bytes = t.bytes.to_vec();
+            if t.info.name == target {
+                let values = bytes.as_chunks_mut().0.iter_mut().enumerate();
+                for (_, le) in values.filter(|(i, _)| i % 256 < 32) {
+                    *le = (f32::from_le_bytes(*le) * 2000.0).to_le_bytes();
+                }
+            }
+            (t.info.clone(), Cow::Owned(bytes))
+        })
+        .collect();
+    fs::write(&file.0, gguf::encode(made.metadata(), tensors).unwrap()).unwrap();
+    // Much of what the small weights are, and half a step of none of the large ones.
+    let adapter = small(&file.0, &[target], 0.001);
+    let ty = advised(&file.0, &adapter, &out.0, &config(Some(TensorType::Q4K)));
+    assert!(ty.block_len() < 256, "{ty}");
+    let forced = MergeConfig { force: true, ..config(Some(TensorType::Q4K)) };
+    let report = run(&file.0, &adapter, &out.0, &forced).unwrap();
+    assert!(report[0].lost > 0.8 && report[0].error > 1.0, "{report:?}");
 }
 
 #[test]
