@@ -63,7 +63,7 @@ impl Model {
         let template = text::ChatTemplate::from_metadata(file.metadata(), &tokenizer)
             .map_err(|e| e.to_string());
         let weights = Weights::load(&file, &names, &plain, device.as_ref())?;
-        let fingerprint = crate::fingerprint::of(&file);
+        let fingerprint = crate::fingerprint::of(&file, &weights);
         Ok(Model {
             path,
             arch_name,
@@ -89,7 +89,7 @@ impl Model {
     }
 
     /// A number that files with other tensors do not have: of all names, types and shapes, and of
-    /// some of the bytes of each.
+    /// all bytes of each.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }

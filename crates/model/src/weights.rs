@@ -14,6 +14,8 @@ pub struct Weight {
     /// Element type in the graph.
     pub dtype: DType,
     storage: Storage,
+    /// CRC-32C of the bytes in the file.
+    checksum: u32,
 }
 
 enum Storage {
@@ -24,6 +26,11 @@ enum Storage {
 }
 
 impl Weight {
+    /// CRC-32C of its bytes in the file that it was loaded from.
+    pub(crate) fn checksum(&self) -> u32 {
+        self.checksum
+    }
+
     /// What the tensor's leaf is bound to.
     pub fn leaf(&self) -> Leaf<'_> {
         match &self.storage {
@@ -138,14 +145,16 @@ impl Weights {
 fn load_one(file: &gguf::Gguf, name: &str, plain: bool, device: &dyn Device) -> Result<Weight> {
     let tensor = file.require(name)?;
     let shape = Shape::new(&tensor.info.shape)?;
+    // Here, where its bytes are about to be read anyway, by several threads.
+    let checksum = crc32c::crc32c(tensor.bytes);
     if plain {
         let storage = Storage::Host(tensor.to_f32()?);
-        return Ok(Weight { shape, dtype: DType::F32, storage });
+        return Ok(Weight { shape, dtype: DType::F32, storage, checksum });
     }
     let dtype = DType::from(tensor.info.ty);
     let host = HostTensor { dtype, shape, bytes: tensor.bytes };
     let storage = Storage::Resident(device.load(&host)?);
     // Or the peak would hold the file beside the packed weights.
     file.release(name);
-    Ok(Weight { shape, dtype, storage })
+    Ok(Weight { shape, dtype, storage, checksum })
 }
