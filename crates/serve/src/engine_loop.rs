@@ -169,7 +169,7 @@ impl Active {
     }
 
     fn adapter(&self) -> Option<AdapterId> {
-        self.generation.as_ref().map(|g| g.id)
+        self.generation.as_ref().map(|g| g.attached.id)
     }
 
     fn produced(&self) -> usize {

@@ -29,7 +29,7 @@ pub use durable::{Durable, TakenUp, take_up};
 pub use error::{Error, Result};
 pub use job::{DataReport, JobPlan, LearnJob, Learned, Pacing, TrainJob};
 pub use metrics::{Metric, MetricKind};
-pub use registry::Served;
+pub use registry::{MOST_ALIASES, Served};
 pub use server::{Options, Server};
 pub use status::{EpochStatus, Failure, State, TrainStatus};
 pub use turn::{Ask, Done, Said, Turn};

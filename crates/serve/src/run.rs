@@ -93,6 +93,7 @@ impl Server {
     /// with what would fit.
     pub fn train(&self, job: TrainJob) -> Result<TrainStatus> {
         self.check_alias(&job.name)?;
+        lock(&self.0.registry).room_for(&job.name)?;
         let control = self.claim(&job.name)?;
         *lock(&self.0.status) = TrainStatus::starting(&job, self.0.model.geometry().layers);
         let (reply, begun) = channel();
@@ -201,6 +202,7 @@ impl Server {
     /// As [`Server::train`]; the shadow is what it was then.
     pub fn learn(&self, job: LearnJob) -> Result<Learned> {
         self.check_alias(&job.alias)?;
+        lock(&self.0.registry).room_for(&job.alias)?;
         let control = self.claim(&job.alias)?;
         let (reply, learned) = channel();
         let server = self.clone();
@@ -247,8 +249,8 @@ impl Server {
                     let outcome = finished(trainer, end)?;
                     let Outcome { adapter, optimizer, steps, .. } = outcome;
                     let total_steps = optimizer.steps;
-                    let shadow = Some(Arc::new(Shadow { adapter, optimizer }));
-                    lock(&self.0.registry).entry(job.alias.clone()).or_default().shadow = shadow;
+                    let shadow = Shadow { adapter, optimizer };
+                    lock(&self.0.registry).learned(&job.alias, shadow);
                     return Ok(Learned {
                         steps,
                         total_steps,
@@ -269,7 +271,7 @@ impl Server {
         let number = entry.served.as_ref().map_or(0, |g| g.number);
         let from = match (entry.shadow.as_ref().or(entry.promoted.as_ref()), &entry.served) {
             (Some(shadow), _) => Some((shadow.adapter.clone(), shadow.optimizer.clone())),
-            (None, Some(g)) => Some(((*g.adapter).clone(), Optimizer::default())),
+            (None, Some(g)) => Some(((*g.attached.adapter).clone(), Optimizer::default())),
             (None, None) => None,
         };
         (from, number)

@@ -12,7 +12,8 @@ use model::{Adapter, Engine, EngineConfig, Model};
 
 use crate::engine_loop::{Active, Command, Control, EngineLoop, Place, ToLoop};
 use crate::metrics::{Counters, Metric};
-use crate::registry::{Alias, Generation, Registry};
+use crate::registry::{self, Alias, Attached, Generation, Registry};
+use crate::request::names;
 use crate::{Ask, Error, Result, Served, TrainStatus, Turn};
 
 /// How a server is set up.
@@ -54,6 +55,13 @@ impl Default for Options {
 /// How long a server that stops waits for the checkpoint of its job.
 const LAST_WORDS: Duration = Duration::from_secs(20);
 
+/// Bytes that reading an adapter may take for each that it has on the disk: those themselves, twice
+/// as many as f32 where they are stored in 16 bits, and once more where rows are put in another order.
+const READING: usize = 4;
+
+/// Memory that adapters leave to what serving takes as it goes.
+const KEPT_FREE: usize = 64 << 20;
+
 /// What the handles share.
 pub(crate) struct Shared {
     pub(crate) model: Arc<Model>,
@@ -61,6 +69,8 @@ pub(crate) struct Shared {
     pub(crate) to_loop: ToLoop,
     pub(crate) counters: Arc<Counters>,
     pub(crate) registry: Mutex<Registry>,
+    /// Held while an adapter is read to be served.
+    loading: Mutex<()>,
     pub(crate) status: Mutex<TrainStatus>,
     /// The controls of the run that is there, under the name it is controlled by.
     pub(crate) control: Mutex<Option<(String, Arc<Control>)>>,
@@ -134,6 +144,7 @@ impl Server {
             to_loop,
             counters,
             registry: Mutex::default(),
+            loading: Mutex::default(),
             status: Mutex::default(),
             control: Mutex::default(),
             work: Mutex::new(work),
@@ -253,61 +264,84 @@ impl Server {
         adapter: Arc<Adapter>,
         file: Option<PathBuf>,
     ) -> Result<u64> {
+        let attached = self.attach(adapter)?;
+        Ok(self.publish_attached(alias, attached, file))
+    }
+
+    fn publish_attached(&self, alias: &str, of: Arc<Attached>, file: Option<PathBuf>) -> u64 {
+        let (number, before) = lock(&self.0.registry).publish(alias, of, file, now());
+        // Without the lock.
+        drop(before);
+        number
+    }
+
+    /// Has the loop know an adapter, unless it knows one of the same content.
+    fn attach(&self, adapter: Arc<Adapter>) -> Result<Arc<Attached>> {
+        let known = lock(&self.0.registry).attached();
+        if let Some(same) = known.into_iter().find(|a| registry::same(&a.adapter, &adapter)) {
+            return Ok(same);
+        }
         let stopped = || Error::new(Code::Stopping, "the server has stopped");
         let (reply, answer) = std::sync::mpsc::channel();
         if !self.0.to_loop.send(Command::Attach(adapter.clone(), reply)) {
             return Err(stopped());
         }
         let id = answer.recv().map_err(|_| stopped())?;
-        let mut registry = lock(&self.0.registry);
-        let entry = registry.entry(alias.to_string()).or_default();
-        entry.count += 1;
-        let number = entry.count;
-        let to_loop = self.0.to_loop.clone();
-        let generation = Generation { id, number, adapter, file, created: now(), to_loop };
-        let before = entry.served.replace(Arc::new(generation));
-        // Dropped without the lock.
-        drop(registry);
-        drop(before);
-        Ok(number)
+        Ok(Arc::new(Attached { id, adapter, to_loop: self.0.to_loop.clone() }))
     }
 
-    /// Reads an adapter's file and serves it under an alias.
+    /// Reads an adapter, a file or a folder of PEFT, and serves it under an alias: what is on the
+    /// disk now. Where that is what the alias serves already, it stays the same generation, so that
+    /// a retry after a lost answer finds what the first try did.
     ///
     /// # Errors
-    /// When the name is not allowed, or the file is no adapter of this model.
+    /// When the name is not allowed, there are too many aliases or too little memory, or the file is
+    /// no adapter of this model.
     pub fn load_adapter(&self, alias: &str, file: &Path) -> Result<u64> {
         self.check_alias(alias)?;
+        // One after another: each is held against the memory that the others have left.
+        let _one = lock(&self.0.loading);
+        lock(&self.0.registry).room_for(alias)?;
+        self.check_memory(file)?;
+        let attached = self.attach(Arc::new(Adapter::read(file, &self.0.model)?))?;
+        let served = lock(&self.0.registry).get(alias).and_then(|a| a.served.clone());
+        if let Some(served) = served
+            && Arc::ptr_eq(&served.attached, &attached)
+            && served.file.as_deref() == Some(file)
         {
-            // A retry after a lost answer finds what the first try did.
-            let registry = lock(&self.0.registry);
-            let same = registry.get(alias).and_then(|a| a.served.as_ref());
-            if let Some(g) = same.filter(|g| g.file.as_deref() == Some(file)) {
-                let newer = std::fs::metadata(file).and_then(|m| m.modified()).ok();
-                let newer = newer.and_then(|t| t.duration_since(UNIX_EPOCH).ok());
-                if newer.is_some_and(|t| t.as_secs() < g.created) {
-                    return Ok(g.number);
-                }
-            }
+            return Ok(served.number);
         }
-        let adapter = Adapter::read(file, &self.0.model)?;
-        self.publish(alias, Arc::new(adapter), Some(file.to_path_buf()))
+        Ok(self.publish_attached(alias, attached, Some(file.to_path_buf())))
+    }
+
+    /// Refuses to read an adapter that would leave too little memory to serve with.
+    fn check_memory(&self, file: &Path) -> Result<()> {
+        let len = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
+        let stored = match file.is_dir() {
+            true => len(&file.join("adapter_model.safetensors")),
+            false => len(file),
+        };
+        let stored = usize::try_from(stored).unwrap_or(usize::MAX);
+        let needed = stored.saturating_mul(READING);
+        match self.0.model.device().available() {
+            Some(free) if needed.saturating_add(KEPT_FREE) > free => {
+                let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+                let message = format!(
+                    "reading an adapter of {:.1} MiB may take {:.1} MiB, but {:.1} MiB are free, of \
+                     which {:.0} MiB are kept for serving; unload other adapters first",
+                    mib(stored),
+                    mib(needed),
+                    mib(free),
+                    mib(KEPT_FREE)
+                );
+                Err(Error::new(Code::OverBudget, message).with_field("name"))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn check_alias(&self, alias: &str) -> Result<()> {
-        let fine = |c: char| c.is_alphanumeric() || "-_.:".contains(c);
-        if alias.is_empty() || alias.len() > 200 || !alias.chars().all(fine) {
-            let message = format!(
-                "alias `{}` is not allowed; expected up to 200 letters, digits, `-`, `_`, `.`, `:`",
-                alias.chars().take(40).collect::<String>().escape_debug()
-            );
-            return Err(Error::field("alias", message));
-        }
-        if alias == self.0.options.name {
-            let message = format!("`{alias}` is the base model's name; choose another alias");
-            return Err(Error::field("alias", message));
-        }
-        Ok(())
+        names::check_alias("alias", alias, &self.0.options.name)
     }
 
     /// Serves nothing under an alias any more. Turns in flight end as they would have; what was
@@ -316,14 +350,11 @@ impl Server {
     /// # Errors
     /// When nothing is served under it.
     pub fn unload_adapter(&self, alias: &str) -> Result<()> {
-        let mut registry = lock(&self.0.registry);
-        let taken = registry.get_mut(alias).and_then(|entry| {
+        let taken = self.alias(alias, |entry| {
             entry.promoted = None;
             entry.served.take()
         });
-        // The count stays, so that a generation's number is never used again.
-        drop(registry);
-        match taken {
+        match taken.flatten() {
             Some(_) => Ok(()),
             None => Err(self.unknown(alias)),
         }
@@ -338,8 +369,9 @@ impl Server {
         Error { field: Some("alias".into()), ..error }
     }
 
+    /// Changes an alias that is there; it is gone if nothing is left of it.
     pub(crate) fn alias<T>(&self, alias: &str, with: impl FnOnce(&mut Alias) -> T) -> Option<T> {
-        lock(&self.0.registry).get_mut(alias).map(with)
+        lock(&self.0.registry).with(alias, with)
     }
 
     /// Everything that is counted.
