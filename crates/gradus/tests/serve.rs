@@ -105,6 +105,20 @@ fn it_serves_and_ends_by_a_signal_in_the_midst_of_an_answer() {
     }
 }
 
+/// As the first command of the guide has it: the folder is not there yet.
+#[test]
+fn the_training_folder_is_made() {
+    let dir = std::env::temp_dir().join(format!("gradus-train-dir-{}", std::process::id()));
+    let folder = dir.join("adapters");
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).unwrap();
+    let serving = Serving::new(&["--train-dir", folder.to_str().unwrap()]);
+    assert!(folder.is_dir());
+    assert!(serving.ask("GET", "/train", "").contains(r#""state":"idle""#));
+    drop(serving);
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
 #[test]
 fn what_is_wrong_is_said_before_anything_listens() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -112,7 +126,7 @@ fn what_is_wrong_is_said_before_anything_listens() {
     let model = fixture("model.gguf");
     let adapter = fixture("adapter.gguf");
     for (args, part) in [
-        (&["--train-dir", "/nonexistent"][..], "`--train-dir` /nonexistent"),
+        (&["--train-dir", "/nonexistent/a"][..], "`--train-dir` /nonexistent/a: No such"),
         (&["--train-dir", &model], "is no folder"),
         (&["--adapter", "facts"], "ALIAS=FILE"),
         (&["--adapter", &format!("model={adapter}")], "name of the base model"),

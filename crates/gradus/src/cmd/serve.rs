@@ -63,7 +63,8 @@ pub struct Args {
     #[arg(long = "adapter", value_name = "ALIAS=ADAPTER", value_parser = adapter)]
     adapters: Vec<(String, PathBuf)>,
 
-    /// Folder that training writes to and adapters are loaded from; without it both are off
+    /// Folder that training writes to and adapters are loaded from, made where there is none; without
+    /// it both are off
     #[arg(long, value_name = "DIR")]
     train_dir: Option<PathBuf>,
 
@@ -180,11 +181,20 @@ fn claim(folder: &Path) -> Result<Option<files::Lock>> {
     }
 }
 
+/// The training folder, which is made where there is none: it alone, since what it is to lie in may
+/// be a slip.
 fn train_dir(path: &Path) -> Result<PathBuf> {
+    let failed =
+        |e: std::io::Error| Error::invalid(format!("`--train-dir` {}: {e}", path.display()));
+    match std::fs::create_dir(path) {
+        Ok(()) => note(&format!("made the folder {}", path.display())),
+        Err(_) if path.exists() => {}
+        Err(e) => return Err(failed(e)),
+    }
     match path.canonicalize() {
         Ok(path) if path.is_dir() => Ok(path),
         Ok(_) => Err(Error::invalid(format!("`--train-dir` {} is no folder", path.display()))),
-        Err(e) => Err(Error::invalid(format!("`--train-dir` {}: {e}", path.display()))),
+        Err(e) => Err(failed(e)),
     }
 }
 
