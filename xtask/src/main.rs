@@ -11,6 +11,7 @@
 //! `mutate` tries every mutant that `cargo mutants` makes of some files, and more of unsafe functions
 //! and of the arithmetic of vectors.
 
+mod limited;
 mod mutants;
 mod mutate;
 mod schemata;

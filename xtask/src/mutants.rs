@@ -169,19 +169,7 @@ fn build(tree: &Path, work: &Path, test: &[String]) -> Result<bool, String> {
 }
 
 fn passes(tree: &Path, work: &Path, test: &[String]) -> Result<bool, String> {
-    let mut child = cargo(tree, work).args(test).spawn().map_err(|e| format!("cargo: {e}"))?;
-    let start = Instant::now();
-    loop {
-        match child.try_wait().map_err(|e| format!("cargo: {e}"))? {
-            Some(status) => return Ok(status.success()),
-            None if start.elapsed() > LIMIT => {
-                child.kill().map_err(|e| format!("cargo: {e}"))?;
-                child.wait().map_err(|e| format!("cargo: {e}"))?;
-                return Ok(false);
-            }
-            None => std::thread::sleep(Duration::from_millis(50)),
-        }
-    }
+    crate::limited::succeeds(cargo(tree, work).args(test), LIMIT)
 }
 
 #[cfg(test)]

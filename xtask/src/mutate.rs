@@ -326,7 +326,6 @@ fn build(tree: &Path, work: &Path, run: &str, tests: &Tests) -> Result<Program, 
 
 /// Whether a program's tests pass with a mutant; one that is not done in time does not.
 fn passes(program: &Program, mutant: u32, limit: Duration) -> Result<bool, String> {
-    let failed = |e: std::io::Error| format!("{}: {e}", program.path.display());
     // A mutant may ask for more memory than there is.
     let mut command = Command::new("sh");
     command.args(["-c", &format!("ulimit -c 0; ulimit -v {MEMORY}; exec \"$0\" \"$@\"")]);
@@ -336,19 +335,8 @@ fn passes(program: &Program, mutant: u32, limit: Duration) -> Result<bool, Strin
     if std::env::var_os("GRADUS_PROGRAMS").is_none() {
         command.env("GRADUS_PROGRAMS", "2000");
     }
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(failed)?;
-    let start = Instant::now();
-    loop {
-        match child.try_wait().map_err(failed)? {
-            Some(status) => return Ok(status.success()),
-            None if start.elapsed() > limit => {
-                child.kill().map_err(failed)?;
-                child.wait().map_err(failed)?;
-                return Ok(false);
-            }
-            None => std::thread::sleep(Duration::from_millis(10)),
-        }
-    }
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    crate::limited::succeeds(&mut command, limit)
 }
 
 /// Runs the tests once without a mutant, then once with each; those they did not find.
