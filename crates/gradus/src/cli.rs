@@ -1,9 +1,11 @@
 //! The command line: its commands, and how an error becomes a line and an exit code.
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
+use serde_json::Value;
 
 use crate::cmd;
 use crate::error::{Error, INTERRUPTED, INVALID, Result};
@@ -77,9 +79,58 @@ fn execute(command: Command) -> Result<()> {
     }
 }
 
+/// Parses a command line.
+fn parse<T>(args: impl IntoIterator<Item = T>) -> clap::error::Result<Cli>
+where
+    T: Into<std::ffi::OsString> + Clone,
+{
+    let command = Cli::command();
+    let matches = command.clone().try_get_matches_from(args)?;
+    let mut cli = Cli::from_arg_matches(&matches)?;
+    if let (Command::Train(args), Some((name, matches))) = (&mut cli.command, matches.subcommand())
+        && let Some(train) = command.find_subcommand(name)
+    {
+        args.given = options(train, matches);
+    }
+    Ok(cli)
+}
+
+/// Every option of a command by name, as it came to be: what was typed, else its default; `null`
+/// where it has none.
+fn options(command: &clap::Command, matches: &ArgMatches) -> BTreeMap<String, Value> {
+    let option = |arg: &clap::Arg| {
+        let name = arg.get_id().as_str();
+        let values = matches.try_get_raw(name).ok().flatten();
+        let mut values = values.into_iter().flatten().map(|raw| value(&raw.to_string_lossy()));
+        let several = arg.get_num_args().is_some_and(|n| n.max_values() > 1)
+            || arg.get_value_delimiter().is_some()
+            || matches!(arg.get_action(), clap::ArgAction::Append);
+        let value = match several {
+            true => Value::Array(values.collect()),
+            false => values.next().unwrap_or(Value::Null),
+        };
+        (name.to_string(), value)
+    };
+    command.get_arguments().map(option).collect()
+}
+
+/// What is typed like a number or a truth is one; `0.0` is the number that `0` is.
+fn value(typed: &str) -> Value {
+    let whole = |n: &f64| n.fract() == 0.0 && n.abs() < 9e15;
+    match serde_json::from_str::<Value>(typed) {
+        Ok(Value::Number(n)) if n.is_f64() => match n.as_f64().filter(whole) {
+            // Exact, since it is whole and small.
+            Some(n) => Value::from(n as i64),
+            None => Value::Number(n),
+        },
+        Ok(value @ (Value::Number(_) | Value::Bool(_))) => value,
+        _ => Value::String(typed.into()),
+    }
+}
+
 /// Parses the command line, runs the command and gives its exit code.
 pub fn main() -> ExitCode {
-    let result = match Cli::try_parse() {
+    let result = match parse(std::env::args_os()) {
         Ok(cli) => execute(cli.command),
         Err(e) => usage(&e),
     };
@@ -122,8 +173,6 @@ fn one_line(message: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
@@ -148,6 +197,25 @@ mod tests {
             command.get_subcommands().for_each(check);
         }
         check(&Cli::command());
+    }
+
+    #[test]
+    fn every_option_of_training_is_known_by_name_with_what_it_came_to() {
+        let typed = ["gradus", "train", "--data", "a", "b", "--lr", "1e-4", "--template", "plain"];
+        let Command::Train(args) = parse(typed).unwrap().command else { panic!("not train") };
+        let given = |name: &str| args.given.get(name).cloned();
+        assert_eq!(given("lr"), Some(1e-4.into()));
+        assert_eq!(given("template"), Some("plain".into()));
+        assert_eq!(given("data"), Some(vec!["a", "b"].into()));
+        assert_eq!(given("targets"), Some(vec!["all"].into()));
+        assert_eq!(given("keep_best"), Some(false.into()));
+        assert_eq!(given("patience"), Some(Value::Null));
+        assert_eq!(given("rank"), Some(8.into()));
+        let numbers = ["0", "0.0", "-2.50", "1e300"].map(value);
+        assert_eq!(Value::from(numbers.to_vec()), serde_json::json!([0, 0, -2.5, 1e300]));
+        let train = Cli::command();
+        let train = train.find_subcommand("train").unwrap();
+        assert_eq!(args.given.len(), train.get_arguments().count());
     }
 
     #[test]

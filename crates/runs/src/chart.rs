@@ -314,7 +314,7 @@ mod tests {
     fn evaluations_are_dots_and_names_are_escaped() {
         let mut held = history([3.0, 2.0, 1.0]);
         assert!(!chart(&held).contains("<circle"));
-        held.add(Line::Evaluation(Evaluation { step: 2, loss: 2.5, accuracy: None }));
+        held.add(Line::Evaluation(Evaluation { step: 2, loss: 2.5 }));
         assert_eq!(chart(&held).matches("<circle").count(), 1);
         let name = "</text><script>alert(1)</script>";
         let both = [Series { name, history: &held }, Series { name: "b", history: &held }];

@@ -62,9 +62,6 @@ fn facts(run: &Run) -> BTreeMap<String, Value> {
     fact("(threads)", json!(info.machine.threads));
     fact("(model)", json!(info.model.name));
     fact("(model bytes)", json!(info.model.bytes));
-    if let Some(hash) = &info.model.sha256 {
-        fact("(model SHA-256)", json!(hash));
-    }
     for data in &info.data {
         fact(&format!("({} data)", data.role), json!(data.file));
         for (name, n) in &data.facts {

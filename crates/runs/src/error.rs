@@ -66,6 +66,12 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
+    /// True where the system has no room left.
+    pub(crate) fn is_full(&self) -> bool {
+        use io::ErrorKind::{QuotaExceeded, StorageFull};
+        matches!(self, Error::Io { source, .. } if [QuotaExceeded, StorageFull].contains(&source.kind()))
+    }
+
     pub(crate) fn damaged(path: &Path, reason: impl Into<String>) -> Error {
         Error::Damaged { path: path.to_path_buf(), reason: reason.into() }
     }

@@ -14,10 +14,13 @@ use std::path::{Path, PathBuf};
 use jiff::Timestamp;
 
 use crate::error::{Context, Result};
+use crate::folder::Recorded;
 
 const PREFIX: &str = "events.out.tfevents.";
 /// The format's own version, which makes readers heed restarts.
 const VERSION: &str = "brain.Event:2";
+/// The tag that every step has.
+pub(crate) const LOSS: &str = "train/loss";
 /// Bytes a record of ours may have.
 const LIMIT: u64 = 1 << 16;
 
@@ -156,8 +159,9 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Cuts the event files of a folder before the first event of a step after `step`, and where a
-/// record is torn or damaged.
-pub(crate) fn cut(folder: &Path, step: u64) -> Result<()> {
+/// record is torn or damaged. Returns which steps stay.
+pub(crate) fn cut(folder: &Path, step: u64) -> Result<Recorded> {
+    let mut stays = Recorded { steps: 0, last: 0 };
     for path in files(folder)? {
         let mut file = File::open(&path).map(BufReader::new).during("open", &path)?;
         let mut end = 0;
@@ -165,12 +169,15 @@ pub(crate) fn cut(folder: &Path, step: u64) -> Result<()> {
             if step_of(&event) > step {
                 break;
             }
+            if event.windows(LOSS.len()).any(|tag| tag == LOSS.as_bytes()) {
+                stays = Recorded { steps: stays.steps + 1, last: step_of(&event) };
+            }
             end += event.len() as u64 + 16;
         }
         let file = OpenOptions::new().write(true).open(&path).during("open", &path)?;
         file.set_len(end).and_then(|()| file.sync_all()).during("cut", &path)?;
     }
-    Ok(())
+    Ok(stays)
 }
 
 /// The next record's data; `None` at the end, and where a record is not whole.

@@ -67,7 +67,7 @@ pub fn default_name(out: &Path) -> String {
 ///
 /// # Errors
 /// [`Error::Name`].
-pub(crate) fn check_name(name: &str) -> Result<()> {
+pub fn check_name(name: &str) -> Result<()> {
     let refused = |reason| Err(Error::Name { name: name.to_string(), reason });
     if name.is_empty() {
         return refused("it is empty");
@@ -97,6 +97,28 @@ fn lock(folder: &Path) -> Result<Lock> {
     Err(Error::Running { path: folder.to_path_buf() })
 }
 
+/// What a file of numbers has of a run.
+#[derive(Copy, Clone)]
+pub(crate) struct Recorded {
+    /// How many steps.
+    pub(crate) steps: u64,
+    /// The last of them; 0 where there are none.
+    pub(crate) last: u64,
+}
+
+/// The note that numbers are missing of a run that goes on after `step`, whose files have so much
+/// of the steps before; `note` is what it was until now.
+fn unrecorded(note: Option<String>, files: [Recorded; 2], step: u64) -> Option<String> {
+    if files.iter().all(|file| file.steps >= step) {
+        // What was lost came later, and is measured again.
+        return None;
+    }
+    let note = note.unwrap_or_else(|| format!("numbers of steps up to {step} are missing"));
+    // The files end before it: now they go on.
+    let ends = files.iter().any(|file| file.last < step);
+    Some(if ends { format!("{note}; recording went on after step {step}") } else { note })
+}
+
 /// True while a process has the folder as a [`RunFolder`].
 pub(crate) fn is_running(folder: &Path) -> bool {
     Lock::is_taken(&folder.join(LOCK))
@@ -109,6 +131,27 @@ impl RunFolder {
     /// A name that is no folder's, and what the system refuses: a run that cannot be recorded is
     /// best known before it starts.
     pub fn create(root: &Path, name: &str, info: RunInfo) -> Result<RunFolder> {
+        RunFolder::make(root, name, Record::new(info), 0)
+    }
+
+    /// As [`RunFolder::create`], for a run that goes on after a step and has no record that could:
+    /// `why` says what became of it.
+    ///
+    /// # Errors
+    /// As [`RunFolder::create`].
+    pub fn create_after(
+        root: &Path,
+        name: &str,
+        info: RunInfo,
+        (step, why): (u64, &str),
+    ) -> Result<RunFolder> {
+        let mut record = Record::new(info);
+        record.resumed.push(Resumed { at: record::now(), step });
+        record.unrecorded = Some(format!("steps up to {step} are not in this record: {why}"));
+        RunFolder::make(root, name, record, step)
+    }
+
+    fn make(root: &Path, name: &str, record: Record, after: u64) -> Result<RunFolder> {
         check_name(name)?;
         fs::create_dir_all(root).during("make the folder", root)?;
         let mut path = root.join(name);
@@ -124,14 +167,14 @@ impl RunFolder {
             }
         }
         let lock = lock(&path)?;
-        let record = Record::new(info);
         record.write(&path)?;
-        let mut folder = RunFolder::open(path, record, History::default(), 0, lock)?;
+        let mut folder = RunFolder::open(path, record, History::default(), after, lock)?;
         folder.pages()?;
         Ok(folder)
     }
 
-    /// Goes on with a run after a step: what it measured of later steps is cut.
+    /// Goes on with a run after a step: what it measured of later steps is cut. Where numbers of
+    /// earlier ones are missing, the record goes on saying so.
     ///
     /// # Errors
     /// [`Error::Running`] while another process writes to the folder, [`Error::Damaged`] where a
@@ -144,13 +187,17 @@ impl RunFolder {
         if metrics.exists() {
             metrics::cut(&metrics, step, &mut |line| history.add(line))?;
         }
-        events::cut(path, step)?;
+        let metrics = Recorded { steps: history.steps, last: history.last.map_or(0, |l| l.step) };
+        record.unrecorded =
+            unrecorded(record.unrecorded, [metrics, events::cut(path, step)?], step);
         record.ended = None;
         record.end = End::default();
-        record.unrecorded = None;
         record.resumed.push(Resumed { at: record::now(), step });
         record.write(path)?;
-        RunFolder::open(path.to_path_buf(), record, history, step, lock)
+        let mut folder = RunFolder::open(path.to_path_buf(), record, history, step, lock)?;
+        // A page that cannot be written is no reason to leave the folder, and is said with the next.
+        let _ = folder.pages();
+        Ok(folder)
     }
 
     fn open(
@@ -199,7 +246,7 @@ impl RunFolder {
     #[must_use = "nobody else says that the recording has ended"]
     pub fn step(&mut self, step: &Step) -> Option<Error> {
         let mut tags = vec![
-            ("train/loss", step.loss as f32),
+            (events::LOSS, step.loss as f32),
             ("train/grad_norm", step.grad_norm as f32),
             ("train/learning_rate", step.lr),
             ("train/epoch", step.epoch as f32),
@@ -216,8 +263,7 @@ impl RunFolder {
         if self.history.evaluation.is_some_and(|last| last.step == evaluation.step) {
             return None;
         }
-        let mut tags = vec![("eval/loss", evaluation.loss as f32)];
-        tags.extend(evaluation.accuracy.map(|part| ("eval/accuracy", part as f32)));
+        let tags = [("eval/loss", evaluation.loss as f32)];
         self.add(Line::Evaluation(*evaluation), evaluation.step, &tags)
     }
 
@@ -226,11 +272,13 @@ impl RunFolder {
     pub fn finish(mut self, end: End) -> Option<Error> {
         self.record.end = end;
         self.record.ended = Some(record::now());
-        let written = self.record.write(&self.path).or_else(|_| {
-            // On a full disk the curve, which can be drawn again, makes room for how it ended.
-            fs::remove_file(self.path.join(CHART)).during("remove", &self.path.join(CHART))?;
-            self.record.write(&self.path)
-        });
+        let mut written = self.record.write(&self.path);
+        // On a full disk the curve, which can be drawn again, makes room for how it ended.
+        if written.as_ref().is_err_and(Error::is_full)
+            && fs::remove_file(self.path.join(CHART)).is_ok()
+        {
+            written = self.record.write(&self.path);
+        }
         let written = written.and_then(|()| self.pages());
         self.say(written)
     }
@@ -252,11 +300,15 @@ impl RunFolder {
             }
             written = written.and(put);
         }
+        if let Err(e) = &written {
+            let ended = format!("recording ended at step {step}: {e}");
+            let note = self.record.unrecorded.take();
+            self.record.unrecorded = Some(note.map_or(ended.clone(), |n| format!("{n}; {ended}")));
+            // At once, since the process may come to no end; where that fails too, at its end.
+            let _ = self.record.write(&self.path);
+        }
         if self.refreshed.elapsed() >= self.refresh {
             written = written.and(self.pages());
-        }
-        if let (Err(e), None) = (&written, &self.record.unrecorded) {
-            self.record.unrecorded = Some(format!("recording ended at step {step}: {e}"));
         }
         self.say(written)
     }
@@ -290,15 +342,8 @@ impl RunFolder {
 mod tests {
     use super::*;
 
-    /// A disk that fills while a run goes on: one error, the run's numbers are still known, and
-    /// the record says from where they were not written.
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn a_full_disk_is_said_once_and_the_run_goes_on() {
-        let root = std::env::temp_dir().join(format!("gradus-runs-full-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&root);
-        let mut run = RunFolder::create(&root, "full", RunInfo::default()).unwrap();
-        let step = |step| Step {
+    fn step(step: u64) -> Step {
+        Step {
             step,
             epoch: 1,
             loss: 1.0,
@@ -307,7 +352,34 @@ mod tests {
             tokens: 1,
             seconds: 1.0,
             memory_bytes: None,
-        };
+        }
+    }
+
+    /// One failed write of a page loses no number.
+    #[test]
+    fn a_page_that_fails_between_two_steps_is_not_noted_as_missing_numbers() {
+        let root = std::env::temp_dir().join(format!("gradus-runs-mid-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&root);
+        let mut run = RunFolder::create(&root, "mid", RunInfo::default()).unwrap();
+        let chart = root.join("mid").join(CHART);
+        fs::remove_file(&chart).unwrap();
+        fs::create_dir(&chart).unwrap();
+        run.refresh = Duration::ZERO;
+        assert!(run.step(&step(1)).unwrap().to_string().contains(CHART));
+        assert!(run.step(&step(2)).is_none());
+        assert!(run.finish(End { state: State::Done, ..End::default() }).is_none());
+        assert_eq!(Record::read(&root.join("mid")).unwrap().unrecorded, None);
+        fs::remove_dir_all(&root).unwrap();
+    }
+
+    /// A disk that fills while a run goes on: one error, the run's numbers are still known, and
+    /// the record says from where they were not written.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_full_disk_is_said_once_and_the_run_goes_on() {
+        let root = std::env::temp_dir().join(format!("gradus-runs-full-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&root);
+        let mut run = RunFolder::create(&root, "full", RunInfo::default()).unwrap();
         assert!(run.step(&step(1)).is_none());
         let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         run.metrics = Some(full());
@@ -317,6 +389,8 @@ mod tests {
         assert!(run.metrics.is_none() && run.events.is_some());
         assert!(run.step(&step(3)).is_none());
         assert_eq!(run.history().steps, 3);
+        // It is there already, should the process come to no end.
+        assert!(Record::read(&root.join("full")).unwrap().unrecorded.is_some());
         assert!(run.finish(End { state: State::Done, ..End::default() }).is_none());
         let record = Record::read(&root.join("full")).unwrap();
         let unrecorded = record.unrecorded.unwrap();

@@ -45,7 +45,7 @@
 //!         memory_bytes: None,
 //!     }));
 //! }
-//! tell(run.evaluation(&Evaluation { step: 2, loss: 1.4, accuracy: Some(0.7) }));
+//! tell(run.evaluation(&Evaluation { step: 2, loss: 1.4 }));
 //! let path = run.path().to_path_buf();
 //! tell(run.finish(End { state: State::Done, moved: Some((14, 14)), ..End::default() }));
 //!
@@ -77,11 +77,11 @@ mod record;
 pub use compare::Comparison;
 pub use curve::{Curve, Point};
 pub use error::{Error, Result};
-pub use folder::{RunFolder, default_name};
+pub use folder::{RunFolder, check_name, default_name};
 pub use history::History;
 pub use list::{Listed, Run, find, list, read, remove, size};
 pub use metrics::{Evaluation, Step};
 pub use page::{comparison, plain};
 pub use record::{
-    DataFile, End, Machine, ModelFile, Planned, Record, Resumed, RunInfo, Sample, State, local_time,
+    DataFile, End, Machine, ModelFile, Planned, Record, Resumed, RunInfo, State, local_time,
 };

@@ -59,9 +59,6 @@ pub struct Evaluation {
     /// Mean loss per weight, in nats.
     #[serde(rename = "eval_loss", deserialize_with = "number")]
     pub loss: f64,
-    /// The part of the trained tokens that were the likeliest, 0 to 1, if it was measured.
-    #[serde(default, rename = "eval_accuracy", skip_serializing_if = "Option::is_none")]
-    pub accuracy: Option<f64>,
 }
 
 /// JSON has no number that is not finite; those are written as `null`.

@@ -117,7 +117,6 @@ fn tables(record: &Record, history: &History) -> Vec<Table> {
     let mut what = vec![row(["model", info.model.name.as_str()])];
     what.push(row(["file", &info.model.file]));
     what.push(row(["size", &bytes(info.model.bytes)]));
-    what.extend(info.model.sha256.iter().map(|hash| row(["SHA-256", hash])));
     what.extend(info.outputs.iter().map(|file| row(["writes", file])));
     let machine = format!("{} kernels, {} threads", info.machine.kernels, info.machine.threads);
     what.push(row(["machine", &machine]));
@@ -146,14 +145,6 @@ fn tables(record: &Record, history: &History) -> Vec<Table> {
         let rows = info.settings.iter().map(|(k, v)| row([k.as_str(), &plain(v)])).collect();
         tables.push(Table::of("Settings", rows));
     }
-    if !record.end.samples.is_empty() {
-        let samples = record.end.samples.iter();
-        let rows = samples
-            .map(|s| row([s.prompt.as_str(), s.before.as_deref().unwrap_or("-"), &s.after]))
-            .collect();
-        let head = row(["prompt", "before", "after"]);
-        tables.push(Table { title: "Answers", head, rows });
-    }
     tables
 }
 
@@ -173,10 +164,7 @@ fn result(record: &Record, history: &History) -> Vec<Vec<String>> {
         [("last evaluation", history.evaluation), ("best evaluation", history.best_evaluation)]
     {
         if let Some(e) = evaluation {
-            let accuracy =
-                e.accuracy.map(|part| format!(", {:.1} % of tokens right", part * 100.0));
-            let accuracy = accuracy.unwrap_or_default();
-            rows.push(row([what, &format!("{:.4} after step {}{accuracy}", e.loss, e.step)]));
+            rows.push(row([what, &format!("{:.4} after step {}", e.loss, e.step)]));
         }
     }
     if let Some((moved, total)) = record.end.moved {

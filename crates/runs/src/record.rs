@@ -47,9 +47,6 @@ pub struct ModelFile {
     pub file: String,
     /// Bytes of the file.
     pub bytes: u64,
-    /// SHA-256 in lower-case hexadecimal, where somebody has computed it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub sha256: Option<String>,
 }
 
 /// A file of training or held-out data.
@@ -140,22 +137,6 @@ pub struct End {
     /// The most memory the process had, in bytes, to hold against the plan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<u64>,
-    /// Answers before and after.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub samples: Vec<Sample>,
-}
-
-/// What a model answers to a prompt.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Sample {
-    /// The prompt.
-    pub prompt: String,
-    /// The base model's answer.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub before: Option<String>,
-    /// The trained model's answer.
-    pub after: String,
 }
 
 /// That a run went on.
@@ -187,7 +168,7 @@ pub struct Record {
     /// Where it is, and how it ended.
     #[serde(flatten)]
     pub end: End,
-    /// What stopped the recording before the run ended.
+    /// Which steps' numbers are missing, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unrecorded: Option<String>,
 }

@@ -23,7 +23,7 @@ const KEY: &str = "gradus.checkpoint";
 const LOCK: &str = "lock";
 
 /// The file in a folder of checkpoints that says where the run is recorded.
-pub const RECORD: &str = "run";
+const RECORD: &str = "run";
 
 /// What two runs must have in common for one to go on where the other stopped.
 #[derive(Clone, PartialEq, Debug)]
@@ -271,6 +271,27 @@ impl Snapshot {
     }
 }
 
+/// A path as it is: where names are bytes, they need not be text.
+#[cfg(unix)]
+fn to_bytes(path: &Path) -> Vec<u8> {
+    std::os::unix::ffi::OsStrExt::as_bytes(path.as_os_str()).to_vec()
+}
+
+#[cfg(unix)]
+fn from_bytes(bytes: Vec<u8>) -> PathBuf {
+    PathBuf::from(<std::ffi::OsString as std::os::unix::ffi::OsStringExt>::from_vec(bytes))
+}
+
+#[cfg(not(unix))]
+fn to_bytes(path: &Path) -> Vec<u8> {
+    path.to_string_lossy().into_owned().into_bytes()
+}
+
+#[cfg(not(unix))]
+fn from_bytes(bytes: Vec<u8>) -> PathBuf {
+    PathBuf::from(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 /// The checkpoints of a run: a folder of files `step-NNNNNNNN.safetensors`, of which the last few
 /// are kept.
 #[derive(Clone, Debug)]
@@ -289,6 +310,27 @@ impl Checkpoints {
     /// The folder.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// Notes where the run is recorded, in the folder, which must be there.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn remember_record(&self, record: &Path) -> std::io::Result<()> {
+        let path = std::path::absolute(record)?;
+        files::write(&self.folder.join(RECORD), &to_bytes(&path))
+    }
+
+    /// Where the run is recorded, if that was noted.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn record(&self) -> std::io::Result<Option<PathBuf>> {
+        match std::fs::read(self.folder.join(RECORD)) {
+            Ok(bytes) => Ok(Some(from_bytes(bytes))),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
     }
 
     /// Files and their steps, first to last.

@@ -40,7 +40,8 @@ pub struct TrainConfig {
     pub clip: f32,
     /// Seeds the matrices and the order of the data.
     pub seed: u64,
-    /// Steps between evaluations of what is held out; 0 evaluates after each epoch alone.
+    /// What is held out is evaluated after every so many steps and after the last one, and nowhere
+    /// else; 0 evaluates after each epoch.
     pub eval_every: u64,
     /// The run ends after so many evaluations in a row without a new best one; the result is the
     /// best one's then.

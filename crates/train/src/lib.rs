@@ -1,6 +1,7 @@
 //! Training of LoRA adapters: loss, gradients, optimizer, and the loop.
 //!
-//! Knows: what a window of training rows is, how its loss is weighted, how parameters move.
+//! Knows: what a window of training rows is, how its loss is weighted, how parameters move, what of
+//! a run is recorded.
 //! Must not know: HTTP, how an op is computed, or what a model's layers look like.
 //!
 //! The life of a step: [`pack`] of the `data` crate puts sequences into windows, [`Gradients::of`]
@@ -18,12 +19,13 @@ mod gradients;
 mod held_out;
 mod moved;
 mod optimizer;
+mod record;
 mod step;
 mod targets;
 mod trainer;
 mod weights;
 
-pub use checkpoint::{Checkpoints, RECORD, Snapshot};
+pub use checkpoint::{Checkpoints, Snapshot};
 pub use config::TrainConfig;
 pub use data::{Example, Window, pack};
 pub use error::{Error, Result};
@@ -33,6 +35,7 @@ pub use gradients::{
     Goal, Gradients, GraphConfig, Masks, Measured, Parameters, Pass, Walks, loss_of, most_sequences,
 };
 pub use optimizer::{Method, Optimizer, Schedule};
+pub use record::{Recorded, Recorder, all_settings, facts};
 pub use targets::{select_targets, top_layers};
 pub use trainer::{Advance, Event, Outcome, Start, Trainer};
 pub use weights::{select_weights, write_weights};

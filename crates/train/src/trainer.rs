@@ -52,7 +52,8 @@ pub enum Event {
         epoch: u64,
         /// Mean loss per weight of its tokens, each before its step, in nats.
         loss: f64,
-        /// The same of the examples held out, after it; `None` where there are none.
+        /// The same of the examples held out, after it; `None` where there are none, and where an
+        /// evaluation is not due ([`TrainConfig::eval_every`]).
         held_out: Option<f64>,
     },
     /// Between two steps of a pass over the data, see [`TrainConfig::eval_every`].
@@ -282,9 +283,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         Ok(cost)
     }
 
-    /// Every setting that decides the result, by name.
-    pub fn settings(&self) -> serde_json::Map<String, serde_json::Value> {
-        self.config.settings()
+    /// The settings.
+    pub fn config(&self) -> &TrainConfig {
+        &self.config
     }
 
     /// The parameters as they are.
@@ -301,7 +302,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 
     /// Packs the data of all epochs and builds every graph they need; no memory for runs is taken
-    /// yet. `held_out` is measured after each epoch.
+    /// yet. `held_out` is measured as [`TrainConfig::eval_every`] says.
     ///
     /// # Errors
     /// An example that does not fit a window; the refusal.
@@ -514,6 +515,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Gradients::of`]; the parameters are those of the last whole step then.
     pub fn advance(&mut self, stop: &dyn Stop) -> Result<Advance> {
         loop {
+            let measures_epoch = self.measures_epoch();
             match &mut self.work {
                 Work::Done => return Ok(Advance::Done),
                 Work::Next => self.work = self.following()?,
@@ -530,7 +532,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                     return Ok(Advance::Event(event));
                 }
                 Work::HeldOut(held_out) => {
-                    let windows = (&self.held_out[..], total_weight(&self.held_out));
+                    let due = !held_out.whole_epoch || measures_epoch;
+                    let due: &[Window] = if due { &self.held_out } else { &[] };
+                    let windows = (due, total_weight(due));
                     let Trainer { gradients, parameters, optimizer, .. } = self;
                     let steps = optimizer.steps;
                     let Some(loss) =
@@ -539,7 +543,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                         return Ok(Advance::Stopped);
                     };
                     let whole_epoch = held_out.whole_epoch;
-                    let loss = (!self.held_out.is_empty()).then_some(loss);
+                    let loss = (!due.is_empty()).then_some(loss);
                     return Ok(Advance::Event(self.evaluated(whole_epoch, loss)));
                 }
                 Work::Snapshot(..) => {
@@ -577,6 +581,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let factor = self.config.schedule.factor(self.steps(), self.steps, self.config.warmup);
         let lr = self.config.lr * factor;
         Ok(Work::Step(Box::new(self.step_of(windows, lr))))
+    }
+
+    /// Whether what is held out is measured where the epoch at work ends: before the first step,
+    /// where nothing is said about steps, at a step whose turn it is, and at the run's end.
+    fn measures_epoch(&self) -> bool {
+        let every = self.config.eval_every;
+        let last = self.next.0 + 1 >= self.epochs.counts().len();
+        every == 0 || self.steps().is_multiple_of(every) || last
     }
 
     /// The next step. What it drops follows from how many the optimizer has taken, those of the

@@ -122,6 +122,38 @@ fn a_run_goes_on_from_any_checkpoint_bit_for_bit() {
     assert_eq!(early, 1, "no run ended early");
 }
 
+/// After every so many steps, wherever an epoch ends, and after the last one.
+#[test]
+fn what_is_held_out_is_evaluated_when_its_step_has_come_and_nowhere_else() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let evaluated = |eval_every: u64| {
+        let config = TrainConfig { eval_every, accumulate: 1, epochs: 4, ..config(&model) };
+        let (events, _, outcome) = run(trainer(&model, &config));
+        let (mut step, mut at, mut epochs) = (0, Vec::new(), Vec::new());
+        for event in events {
+            match event {
+                Event::Step { step: now, .. } => step = now,
+                Event::Epoch { held_out, .. } => {
+                    epochs.push(step);
+                    at.extend(held_out.map(|_| step));
+                }
+                Event::Evaluated { step, .. } => at.push(step),
+                _ => {}
+            }
+        }
+        (at, epochs, outcome.steps)
+    };
+    let (at, epochs, last) = evaluated(0);
+    assert_eq!((&at, epochs.len()), (&epochs, 4));
+    for every in [2, 3, 7, 1000] {
+        let (at, ends, _) = evaluated(every);
+        let mut expected: Vec<u64> = (1..=last).filter(|step| step % every == 0).collect();
+        expected.extend((!last.is_multiple_of(every)).then_some(last));
+        assert_eq!(at, expected, "every {every}");
+        assert_eq!(ends, epochs, "epochs are told all the same");
+    }
+}
+
 #[test]
 fn checkpoints_of_other_runs_are_refused_by_name() {
     let model = toy("llama", TensorType::Q8_0, 3);

@@ -20,7 +20,7 @@ use crate::output::{duration, line, print};
 ///
 /// Fetches a model if it is not here, asks it about a machine that does not exist, trains a LoRA
 /// adapter on 48 questions and answers about that machine, and asks again. Takes a few minutes
-/// on two cores. Shows what everything costs and how to go on.
+/// on two cores. Shows what everything costs and how to go on; leaves no run folder.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:

@@ -15,7 +15,8 @@ use crate::output::{bytes, count, duration, json, line, note, note_raw};
 
 /// List training runs, and look at, compare and remove them
 ///
-/// Every training run has a folder of its own: its settings, what was measured (for people, for
+/// Every run of `gradus train` has a folder of its own, under GRADUS_HOME unless --run-dir names
+/// another place (jobs of a server: `runs` in its --train-dir): its settings, what was measured (for people, for
 /// scripts and for TensorBoard), a curve and a report. docs/runs.md describes them.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -148,7 +149,6 @@ fn summary(run: &Run) -> Value {
         "best_loss": of(history.best),
         "best_step": history.best.map(|best| best.step),
         "eval_loss": held(history.evaluation),
-        "eval_accuracy": history.evaluation.and_then(|evaluation| evaluation.accuracy),
         "best_eval_loss": held(history.best_evaluation),
         "tokens": history.tokens,
         "seconds": history.seconds,
@@ -244,9 +244,6 @@ fn show(args: &Args, show: &Show) -> Result<()> {
         let curve = history.evaluations.sparkline(48);
         row("held out", format!("{curve} {:.4} after step {}", last.loss, last.step));
         row("", format!("lowest {:.4} after step {}", best.loss, best.step));
-        if let Some(part) = last.accuracy {
-            row("", format!("{:.1} % of tokens right", part * 100.0));
-        }
     }
     row("steps", steps(&run));
     row("tokens", format!("{}, {:.1} a second", count(history.tokens), history.tokens_per_s()));
@@ -344,10 +341,15 @@ fn compare(args: &Args, compare: &Compare) -> Result<()> {
 fn remove(args: &Args, rm: &Rm) -> Result<()> {
     let root = args.place.root()?;
     // All of them are there before the first goes.
-    let paths = rm.names.iter().map(|name| runs::find(&root, name));
-    let paths = paths.collect::<runs::Result<Vec<PathBuf>>>()?;
+    let mut chosen: Vec<(&String, PathBuf)> = Vec::new();
+    for name in &rm.names {
+        let path = runs::find(&root, name)?;
+        if chosen.iter().all(|(other, _)| *other != name) {
+            chosen.push((name, path));
+        }
+    }
     let mut removed = Vec::new();
-    for (name, path) in rm.names.iter().zip(&paths) {
+    for (name, path) in &chosen {
         if !rm.yes {
             let (files, size) = runs::size(path)?;
             note_raw(&format!("remove {}, {files} files, {}? [y/N] ", shown(name), bytes(size)));

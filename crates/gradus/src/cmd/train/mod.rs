@@ -4,6 +4,7 @@ mod record;
 mod session;
 mod settings;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -101,6 +102,10 @@ pub struct Args {
 
     #[command(flatten)]
     pub settings: Settings,
+
+    /// Every option as it came to be, by name: what was typed, else its default.
+    #[arg(skip)]
+    pub given: BTreeMap<String, serde_json::Value>,
 }
 
 /// Checkpoints.
@@ -150,8 +155,16 @@ struct Data {
     held_out: Arc<[Example]>,
 }
 
+impl Data {
+    /// How much there is, by what it is called.
+    fn facts(&self) -> BTreeMap<String, u64> {
+        train::facts(&self.train, &self.held_out)
+    }
+}
+
 impl Args {
     fn check_outputs(&self) -> Result<()> {
+        self.record.check()?;
         let mut inputs = gguf::files(&self.model.path()?);
         inputs.extend(self.data.data.iter().chain(&self.eval_data).cloned());
         let outputs: Vec<&Path> =
@@ -257,6 +270,7 @@ pub fn run(args: &Args) -> Result<()> {
     // Before anything is written.
     ready.check_fits()?;
     let out = out.ok_or_else(|| Error::invalid("there is no file to write"))?;
+    ready.claim()?;
     let mut recorder = Recorder::begin(args, &model, &data, &ready, out)?;
     let ran = ready.run(&interrupt, &mut recorder).and_then(|ran| {
         if ran.outcome.steps == 0 {
@@ -371,7 +385,8 @@ fn report(args: &Args, ran: &Ran) -> Result<()> {
             "steps_planned": ran.steps_planned,
             "resumed_from": ran.from,
             "interrupted": ran.interrupted,
-            "first_loss": ran.first_loss,
+            "first_loss": ran.first.map(|(_, loss)| loss),
+            "first_step": ran.first.map(|(step, _)| step),
             "last_loss": ran.outcome.last_loss,
             "held_out_loss": ran.held_out,
             "best": ran.outcome.best.map(|(step, loss)| json!({"step": step, "loss": loss})),
@@ -419,11 +434,12 @@ fn few(names: &[String]) -> String {
 /// # Errors
 /// When standard output is gone.
 pub fn summary(ran: &Ran) -> Result<()> {
-    let steps = ran.outcome.steps;
-    line(&format!(
-        "loss     {:.4} at the first step, {:.4} at step {steps}",
-        ran.first_loss, ran.outcome.last_loss
-    ))?;
+    let (steps, last) = (ran.outcome.steps, ran.outcome.last_loss);
+    let first = ran.first.filter(|(step, _)| *step < steps).map(|(step, loss)| match step {
+        1 => format!("{loss:.4} at the first step, "),
+        _ => format!("{loss:.4} at step {step}, "),
+    });
+    line(&format!("loss     {}{last:.4} at step {steps}", first.unwrap_or_default()))?;
     if let Some(held_out) = ran.held_out {
         let best = ran.outcome.best.map_or(String::new(), |(step, loss)| {
             format!("; written: the best, {loss:.4} after step {step}")

@@ -102,6 +102,7 @@ pub struct Ready<'a> {
     pub from: u64,
     conversations: usize,
     epochs: u64,
+    claim: Option<files::Lock>,
 }
 
 /// What a run came to.
@@ -112,7 +113,8 @@ pub struct Ran {
     pub steps_planned: u64,
     /// The step of the checkpoint it went on from; 0 where it began anew.
     pub from: u64,
-    pub first_loss: f64,
+    /// The first step it took, and its loss; a run that goes on may take none.
+    pub first: Option<(u64, f64)>,
     /// Of what is held out, the last evaluation.
     pub held_out: Option<f64>,
     pub rows: u64,
@@ -136,11 +138,6 @@ pub trait Watch {
     /// Something happened; `memory` is what the process takes now.
     fn event(&mut self, event: &Event, seconds: f64, memory: Option<u64>) {
         let _ = (event, seconds, memory);
-    }
-
-    /// A checkpoint has been written.
-    fn checkpoint(&mut self, checkpoints: &Checkpoints) {
-        let _ = checkpoints;
     }
 }
 
@@ -252,6 +249,7 @@ impl<'a> Session<'a> {
                 from,
                 conversations: self.examples.len(),
                 epochs: config.epochs,
+                claim: None,
             });
         }
     }
@@ -288,9 +286,29 @@ impl<'a> Ready<'a> {
         self.over.as_ref().map_or(Ok(()), |why| Err(Error::over_budget(why)))
     }
 
-    /// The settings that decide the result.
-    pub fn settings(&self) -> serde_json::Map<String, serde_json::Value> {
-        self.trainer.settings()
+    /// The settings.
+    pub fn config(&self) -> &TrainConfig {
+        self.trainer.config()
+    }
+
+    /// Takes the folder of checkpoints for this run, before anything is written for it.
+    ///
+    /// # Errors
+    /// When another run has it, or it cannot be made.
+    pub fn claim(&mut self) -> Result<()> {
+        let Some(Keeping { checkpoints, .. }) = &self.keeping else { return Ok(()) };
+        if self.claim.is_some() {
+            return Ok(());
+        }
+        let (lock, old) = checkpoints.claim(self.from > 0)?;
+        if let Some(old) = old {
+            note(&format!(
+                "there are checkpoints of an earlier run; they are in {} now",
+                old.display()
+            ));
+        }
+        self.claim = Some(lock);
+        Ok(())
     }
 
     /// Trains with a live loss.
@@ -299,19 +317,7 @@ impl<'a> Ready<'a> {
     /// What went wrong in which step, and where the run as it was before can go on.
     pub fn run(mut self, interrupt: &Interrupt, watch: &mut dyn Watch) -> Result<Ran> {
         self.check_fits()?;
-        let claim = match &self.keeping {
-            Some(Keeping { checkpoints, .. }) => {
-                let (lock, old) = checkpoints.claim(self.from > 0)?;
-                if let Some(old) = old {
-                    note(&format!(
-                        "there are checkpoints of an earlier run; they are in {} now",
-                        old.display()
-                    ));
-                }
-                Some(lock)
-            }
-            None => None,
-        };
+        self.claim()?;
         note(&format!(
             "training {} parameters on {} conversations, {} times, in {} steps; {} planned",
             count(self.parameters),
@@ -323,7 +329,7 @@ impl<'a> Ready<'a> {
         self.trainer.reserve()?;
         let mut progress = Progress::new("step", Unit::Items, self.steps);
         let started = Instant::now();
-        let (mut first_loss, mut held_out, mut rows) = (f64::NAN, None, 0u64);
+        let (mut first, mut held_out, mut rows) = (None, None, 0u64);
         let mut interrupted = false;
         while !interrupted {
             let event = match self.trainer.advance(&()) {
@@ -337,9 +343,7 @@ impl<'a> Ready<'a> {
             watch.event(&event, seconds, memory.anonymous);
             match event {
                 Event::Step { step, loss, rows: of_step, .. } => {
-                    if first_loss.is_nan() {
-                        first_loss = loss;
-                    }
+                    first = first.or(Some((step, loss)));
                     rows += of_step as u64;
                     let rate = rows as f64 / seconds.max(1e-9);
                     let mut message = format!("loss {loss:.4}  {rate:.0} tokens/s");
@@ -359,7 +363,6 @@ impl<'a> Ready<'a> {
                         // A run whose checkpoints are lost is not what was asked for.
                         return Err(e.into());
                     }
-                    watch.checkpoint(checkpoints);
                 }
                 Event::EarlyStop { best, held_out } => {
                     note(&format!(
@@ -373,9 +376,7 @@ impl<'a> Ready<'a> {
         drop(progress);
         let checkpoint = match (&self.keeping, interrupted) {
             (Some(Keeping { checkpoints, .. }), true) if self.trainer.steps() > 0 => {
-                let path = checkpoints.write(&self.trainer.snapshot())?;
-                watch.checkpoint(checkpoints);
-                Some(path)
+                Some(checkpoints.write(&self.trainer.snapshot())?)
             }
             _ => None,
         };
@@ -389,14 +390,14 @@ impl<'a> Ready<'a> {
             parameters: self.parameters,
             steps_planned: self.steps,
             from: self.from,
-            first_loss,
+            first,
             held_out,
             rows,
             time: started.elapsed(),
             memory: memory::now(),
             interrupted,
             checkpoint,
-            claim,
+            claim: self.claim.take(),
         })
     }
 

@@ -88,7 +88,8 @@ pub struct Settings {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
-    /// Steps between evaluations of what is held out; 0 evaluates after each pass over the data
+    /// Evaluate what is held out after every so many steps and after the last one; 0 evaluates
+    /// after each pass over the data instead
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub eval_every: u64,
 
