@@ -247,4 +247,46 @@ fn a_job_outlives_its_server() {
     assert!(read("whole.gguf") == read("stopped.gguf"), "the job ends elsewhere");
     assert!(!dir.join(".jobs/stopped").exists());
     assert!(serving.ask("GET", "/v1/models", "").contains(r#""id":"stopped""#));
+
+    // Each has one record, with every step once.
+    let found = runs::list(&dir.join("runs")).unwrap();
+    assert_eq!(found.len(), 2);
+    for (listed, out) in found.into_iter().zip(["stopped", "whole"]) {
+        assert!(listed.name.ends_with(&format!("-{out}")), "{}", listed.name);
+        let run = listed.run.unwrap();
+        assert_eq!(run.record.end.state, runs::State::Done, "{out}");
+        assert_eq!((run.history.steps, &run.record.unrecorded), (steps, &None), "{out}");
+        assert_eq!(run.record.resumed.len(), if out == "stopped" { 3 } else { 0 });
+        assert_eq!(run.history.evaluation.unwrap().step, steps);
+        let settings = &run.record.info.settings;
+        assert_eq!((&settings["epochs"], &settings["val_split"]), (&60.into(), &0.2.into()));
+        assert!(settings.get("rank").is_some() && settings.get("examples").is_none());
+        assert!(run.path.join("report.html").exists());
+    }
+    assert!(last["record"].as_str().unwrap().ends_with("-stopped"), "{last}");
+}
+
+/// What cannot be recorded is said where the job is asked about; the job is done all the same.
+#[test]
+fn a_job_without_room_for_its_record_is_done_all_the_same() {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unrecorded");
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::write(dir.join("runs"), "in the way").unwrap();
+    let serving = Serving::new(&["--train-dir", &dir.display().to_string()]);
+    let job = r#"{"out": "a.gguf", "examples": [{"prompt": "who?", "completion": "nobody"}],
+        "val_split": 0}"#;
+    assert!(serving.ask("POST", "/train", job).starts_with("HTTP/1.1 200"));
+    let began = Instant::now();
+    loop {
+        let status = serving.ask("GET", "/train", "");
+        assert!(!status.contains(r#""state":"error""#), "{status}");
+        assert!(began.elapsed() < Duration::from_secs(60), "{status}");
+        if status.contains(r#""state":"done""#) {
+            assert!(status.contains("cannot make the folder"), "{status}");
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(dir.join("a.gguf").exists());
 }

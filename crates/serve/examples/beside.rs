@@ -148,6 +148,7 @@ fn main() {
         from: None,
         fallback: None,
         durable: None,
+        asked: Default::default(),
         plan: false,
     };
     stream(&server, streams, 64, None);

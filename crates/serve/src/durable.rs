@@ -11,6 +11,9 @@ use crate::{Error, Result, Server};
 /// The folder of all jobs' folders, inside the training folder.
 const JOBS: &str = ".jobs";
 
+/// The folder of the run folders of jobs, inside the training folder.
+const RUNS: &str = "runs";
+
 /// The body of the request.
 const REQUEST: &str = "request.json";
 
@@ -32,6 +35,8 @@ const KEEP: usize = 2;
 pub struct Durable {
     request: Vec<u8>,
     folder: PathBuf,
+    /// Where the folders of runs are, of which each job has one.
+    pub(crate) runs: PathBuf,
     /// Steps from one checkpoint to the next.
     pub every: u64,
     /// Go on from the last checkpoint.
@@ -41,7 +46,13 @@ pub struct Durable {
 impl Durable {
     pub(crate) fn new(train_dir: &Path, name: &str, request: &[u8], every: u64) -> Durable {
         let folder = train_dir.join(JOBS).join(name);
-        Durable { request: request.to_vec(), folder, every, resume: false }
+        let runs = train_dir.join(RUNS);
+        Durable { request: request.to_vec(), folder, runs, every, resume: false }
+    }
+
+    /// Bytes of the request.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.request.len() as u64
     }
 
     pub(crate) fn checkpoints(&self) -> Checkpoints {

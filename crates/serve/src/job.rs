@@ -74,6 +74,8 @@ pub struct TrainJob {
     pub fallback: Option<Arc<dyn Device>>,
     /// Where the job is kept, so that it outlives the process.
     pub durable: Option<Durable>,
+    /// What the request set, by name, for the job's record.
+    pub asked: BTreeMap<String, serde_json::Value>,
     /// Nothing is to be run, only said what it would take.
     pub plan: bool,
 }

@@ -18,6 +18,7 @@ pub mod http;
 mod job;
 mod metrics;
 mod pacing;
+mod record;
 mod registry;
 pub mod request;
 mod run;

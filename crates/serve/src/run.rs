@@ -11,6 +11,7 @@ use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 
 use crate::engine_loop::{Command, Control, End, Progress, Run, ToLoop};
 use crate::pacing::Pacer;
+use crate::record::{JobRecord, Plan};
 use crate::registry::Shadow;
 use crate::request;
 use crate::server::{Server, lock};
@@ -78,6 +79,22 @@ struct Prepared {
 }
 
 impl Prepared {
+    /// What its record says of that.
+    fn planned(&self) -> runs::Planned {
+        let parameters = self.trainer.parameter_bytes();
+        let arena = self.needed.saturating_sub(parameters + self.scratch);
+        let parts = [
+            ("arena", arena),
+            ("scratch of the threads", self.scratch),
+            ("adapter, gradients, moments", parameters),
+        ];
+        runs::Planned {
+            steps: self.steps,
+            parameters: self.parameters as u64,
+            memory: parts.map(|(part, bytes)| (part.to_string(), bytes as u64)).into(),
+        }
+    }
+
     /// The bound, where it does not fit.
     fn too_much(&self) -> Option<usize> {
         self.allowed.filter(|&allowed| self.needed > allowed)
@@ -99,14 +116,15 @@ impl Server {
         let (reply, begun) = channel();
         let server = self.clone();
         self.work(move || {
-            let progress = guarded(|| server.begin(&job, control.clone()));
-            let failed = progress.as_ref().err().cloned();
+            let begun = guarded(|| server.begin(&job, control.clone()));
+            let failed = begun.as_ref().err().cloned();
             failed.iter().for_each(|e| server.failed(e));
             let _ = reply.send(failed.map_or_else(|| Ok(server.train_status()), Err));
-            if let Ok(progress) = progress
-                && let Err(e) = guarded(|| server.follow(&job, &control, &progress))
+            if let Ok((progress, mut record)) = begun
+                && let Err(e) = guarded(|| server.follow(&job, &control, &progress, &mut record))
             {
                 job.durable.iter().for_each(Durable::set_aside);
+                record.end(runs::State::Failed, Some(e.message.clone()));
                 server.failed(&e);
             }
         });
@@ -119,9 +137,15 @@ impl Server {
         let _ = lock(&self.0.work).send(Box::new(what));
     }
 
-    /// Sets a run up and hands it to the loop.
-    fn begin(&self, job: &TrainJob, control: Arc<Control>) -> Result<Receiver<Progress>> {
-        let Prepared { mut trainer, steps, .. } = self.set_up(&Setup::of(job), start_of(job))?;
+    /// Sets a run up, begins its record, and hands it to the loop.
+    fn begin(
+        &self,
+        job: &TrainJob,
+        control: Arc<Control>,
+    ) -> Result<(Receiver<Progress>, JobRecord)> {
+        let prepared = self.set_up(&Setup::of(job), start_of(job))?;
+        let planned = prepared.planned();
+        let Prepared { mut trainer, steps, .. } = prepared;
         if let Some(durable) = &job.durable {
             if durable.resume
                 && let Some((snapshot, _)) = durable.checkpoints().last()?
@@ -130,13 +154,21 @@ impl Server {
             }
             durable.begin()?;
         }
+        let plan = Plan { config: trainer.config(), planned, step: trainer.steps() };
+        let mut record = JobRecord::begin(self, job, plan);
         {
             let mut status = lock(&self.0.status);
             status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
             status.steps_total = steps;
             status.state = State::Running;
         }
-        self.hand_over(trainer, control, job.pacing)
+        match self.hand_over(trainer, control, job.pacing) {
+            Ok(progress) => Ok((progress, record)),
+            Err(e) => {
+                record.end(runs::State::Failed, Some(e.message.clone()));
+                Err(e)
+            }
+        }
     }
 
     /// The training run, or the last one.
@@ -456,17 +488,22 @@ impl Server {
         }
     }
 
-    /// Keeps the status of a run up to date, and brings it to its end.
+    /// Keeps the status and the record of a run up to date, and brings it to its end. The record
+    /// of one that fails is ended by the caller.
     fn follow(
         &self,
         job: &TrainJob,
         control: &Control,
         progress: &Receiver<Progress>,
+        record: &mut JobRecord,
     ) -> Result<()> {
         let mut began = Instant::now();
         let mut epoch_rows = 0;
         let mut unkept = None;
         while let Ok(news) = progress.recv() {
+            if let Progress::Event(event, at) = &news {
+                record.event(event, *at);
+            }
             match news {
                 Progress::Event(Event::Start { .. }, at) => began = at,
                 Progress::Event(Event::Evaluated { .. } | Event::EarlyStop { .. }, _) => {}
@@ -517,6 +554,8 @@ impl Server {
                             return Err(e);
                         }
                         durable.filter(|_| cancelled).into_iter().for_each(Durable::end);
+                        let why = if cancelled { "it was cancelled" } else { "the server stopped" };
+                        record.end(runs::State::Interrupted, Some(why.into()));
                         self.ended(|status| status.state = State::Cancelled);
                         self.0.counters.jobs_failed.add(1);
                         return Ok(());
@@ -533,6 +572,7 @@ impl Server {
                     if job.config.targets.is_empty() {
                         train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
                         durable.into_iter().for_each(Durable::end);
+                        record.done(moved);
                         self.ended(|status| {
                             status.state = State::Done;
                             (status.moved, status.unrouted) = (Some(moved), unrouted);
@@ -547,6 +587,7 @@ impl Server {
                     let adapter = Arc::new(Adapter::read(&job.out, &self.0.model)?);
                     let file = Some(job.out.clone());
                     let generation = self.publish(&job.name, adapter, file)?;
+                    record.done(moved);
                     self.ended(|status| {
                         status.state = State::Done;
                         (status.moved, status.unrouted) = (Some(moved), unrouted);

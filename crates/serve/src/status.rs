@@ -177,6 +177,10 @@ pub struct TrainStatus {
     pub alias: Option<String>,
     /// See `alias`.
     pub generation: Option<u64>,
+    /// The folder of its record.
+    pub record: Option<String>,
+    /// What of it could not be recorded, and why.
+    pub unrecorded: Option<String>,
     /// Why it failed.
     pub error: Option<Failure>,
 }

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use data::Fit;
 use graph::{GradPrecision, Recompute};
 use model::Adapter;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use train::{GraphConfig, Method, Schedule, TrainConfig, Walks};
 
 use super::data::{BLOCK, Data, corpus, of_rows, of_text, rows};
-use super::json::{Fields, body, missing, wrong};
+use super::json::{Fields, body, missing, parse, wrong};
 use super::{Host, names};
 use crate::{DataReport, Durable, Error, LearnJob, Pacing, Result, TrainJob};
 
@@ -38,7 +38,9 @@ struct Settings {
 /// Names the field, or the example and the message, and what is expected.
 pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<TrainJob> {
     let folder = host.train_dir()?;
-    let mut fields = body(bytes, false)?;
+    let request = parse(bytes)?;
+    let asked = asked(&request);
+    let mut fields = Fields::new(request, false);
     let out = fields.string("out")?.ok_or_else(|| missing("out", "a name such as `notes.gguf`"))?;
     const OF_ADAPTER: [&str; 7] =
         ["targets", "top_layers", "train_weights", "rank", "ranks", "alpha", "rslora"];
@@ -114,8 +116,16 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         from,
         fallback: None,
         durable: Some(durable),
+        asked,
         plan,
     })
+}
+
+/// What a request sets: all but its data and the name of its file.
+fn asked(request: &Map<String, Value>) -> BTreeMap<String, Value> {
+    const ELSEWHERE: [&str; 4] = ["text", "examples", "out", "plan"];
+    let set = request.iter().filter(|(name, _)| !ELSEWHERE.contains(&name.as_str()));
+    set.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
 /// Reads a request to learn examples, as [`train`] does; also says what became of the data.

@@ -143,6 +143,7 @@ impl Fixture {
             from: None,
             fallback: None,
             durable: None,
+            asked: Default::default(),
             plan: false,
         }
     }
