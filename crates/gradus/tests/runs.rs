@@ -187,13 +187,20 @@ impl Train {
     /// Stops a run between two of its steps, with a checkpoint; returns what it said.
     #[cfg(unix)]
     fn stopped(&self, more: &[&str]) -> Value {
-        let child = self.command("4000", more).spawn().unwrap();
+        let mut child = self.command("4000", more).spawn().unwrap();
         let lines = || {
             let run = std::fs::read_to_string(self.runs.join("r/metrics.jsonl"));
             run.map_or(0, |text| text.lines().count())
         };
         let before = lines();
+        let began = std::time::Instant::now();
         while lines() < before + 3 {
+            let ended = child.try_wait().unwrap().is_some();
+            if ended || began.elapsed().as_secs() > 60 {
+                child.kill().unwrap();
+                let said = child.wait_with_output().unwrap().stderr;
+                panic!("no step is recorded in `r`: {}", String::from_utf8_lossy(&said));
+            }
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
         let pid = child.id().to_string();
