@@ -28,6 +28,11 @@ impl Error {
         &self.kind
     }
 
+    /// Whether it is the system's, in writing: nothing that was given is wrong.
+    pub fn is_write_failure(&self) -> bool {
+        matches!(*self.kind, ErrorKind::Write { .. })
+    }
+
     /// The same error, said about `file`.
     pub(crate) fn in_file(self, file: &str) -> Self {
         Self { file: Some(escaped(file, usize::MAX).into()), kind: self.kind }
@@ -59,14 +64,25 @@ impl std::error::Error for Error {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The operating system refused.
-    #[error("cannot {action}: {source}; check the path and its permissions")]
+    /// The operating system refused something to be read.
+    #[error("cannot {action}: {source}; {}", files::advice(source.kind()))]
     Io {
         /// What was being done: `open`, `map`, ...
         action: &'static str,
         /// The system's reason.
         source: std::io::Error,
     },
+    /// The operating system refused something to be written.
+    #[error("cannot {action}: {source}; {}", files::advice(source.kind()))]
+    Write {
+        /// What was being done: `write`, ...
+        action: &'static str,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A file of another kind where one is to be written.
+    #[error("is there already and no GGUF file; choose another file, or remove it first")]
+    Occupied,
     /// A directory, a pipe or a device.
     #[error("is not a regular file; give the path of a .gguf file")]
     NotAFile,
@@ -400,6 +416,17 @@ pub enum ErrorKind {
         /// Elements per block.
         block_len: usize,
     },
+    /// A tensor whose numbers the system has no memory for.
+    #[error(
+        "tensor `{tensor}` has {elements} elements, for which there is no memory as f32; close \
+         other programs, or use a machine with more memory"
+    )]
+    Memory {
+        /// The tensor.
+        tensor: String,
+        /// How many there are.
+        elements: usize,
+    },
     /// A type that has no such conversion.
     #[error("type {ty} cannot be {what}; expected {expected}; choose another type")]
     Conversion {
@@ -412,20 +439,24 @@ pub enum ErrorKind {
     },
 }
 
-/// A name from a file as it may be printed: control characters escaped, cut at 96 characters.
-pub(crate) fn shown(name: &str) -> String {
+/// A name from a file as it may be printed: what steers a terminal or the direction of text
+/// escaped, cut at 96 characters.
+pub fn shown(name: &str) -> String {
     escaped(name, 96)
 }
 
-fn escaped(name: &str, limit: usize) -> String {
+/// As [`shown`], cut at `limit` characters.
+pub fn escaped(name: &str, limit: usize) -> String {
     let mut out = String::new();
     for (i, c) in name.chars().enumerate() {
         if i == limit {
             out.push('…');
             break;
         }
-        // Line separators are not control characters, but they do end a line.
-        if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}') {
+        // Line separators are not control characters, but they do end a line; nor are those that
+        // turn the direction of text.
+        let turns = matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if c.is_control() || turns {
             out.extend(c.escape_default());
         } else {
             out.push(c);

@@ -1,7 +1,6 @@
 //! An open model: one file, or all parts of a split one.
 
 use std::fmt;
-use std::fs::{self, File};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -258,11 +257,10 @@ fn suffix(part: u64, count: u64) -> String {
 /// Maps a regular file; an empty one is no bytes.
 fn map(path: &Path) -> Result<Bytes, ErrorKind> {
     let io = |action| move |source| ErrorKind::Io { action, source };
-    // Looked at before it is opened: opening a pipe would wait for a writer.
-    if !fs::metadata(path).map_err(io("open"))?.is_file() {
-        return Err(ErrorKind::NotAFile);
-    }
-    let file = File::open(path).map_err(io("open"))?;
+    let file = files::open(path).map_err(|source| match source.kind() {
+        std::io::ErrorKind::InvalidInput => ErrorKind::NotAFile,
+        _ => ErrorKind::Io { action: "open", source },
+    })?;
     if file.metadata().map_err(io("read"))?.len() == 0 {
         return Ok(Bytes::Owned(Arc::new([])));
     }

@@ -24,12 +24,12 @@ mod tensor;
 mod value;
 mod writer;
 
-pub use error::{Error, ErrorKind};
+pub use error::{Error, ErrorKind, escaped, shown};
 pub use file::{Gguf, files, overwrites};
 pub use metadata::Metadata;
 pub use tensor::{Tensor, TensorInfo, TensorType};
 pub use value::{Array, Value};
-pub use writer::{Writer, encode, write};
+pub use writer::{Writer, check_out, encode, write};
 
 /// Alignment of tensor data where a file has no `general.alignment`, in bytes.
 pub const DEFAULT_ALIGNMENT: usize = 32;

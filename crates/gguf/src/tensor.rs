@@ -251,11 +251,15 @@ impl Tensor<'_> {
     /// All elements as f32, row-major.
     ///
     /// # Errors
-    /// The type is I32.
+    /// The type is I32, or there is no memory for them.
     pub fn to_f32(&self) -> Result<Vec<f32>, Error> {
         // The type is looked at first, so that nothing is allocated for one that cannot be read.
         crate::blocks::check_convertible(self.info.ty)?;
-        let mut out = vec![0.0; self.info.elements()];
+        let elements = self.info.elements();
+        let mut out = Vec::new();
+        out.try_reserve_exact(elements)
+            .map_err(|_| ErrorKind::Memory { tensor: shown(&self.info.name), elements })?;
+        out.resize(elements, 0.0);
         crate::blocks::dequantize(self.info.ty, self.bytes, &mut out)?;
         Ok(out)
     }

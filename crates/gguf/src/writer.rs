@@ -2,10 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::HashSet;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+
+use files::Replacement;
 
 use crate::error::{Error, ErrorKind, shown};
 use crate::metadata::Metadata;
@@ -15,14 +15,13 @@ use crate::value::{Array, Value};
 
 /// Writes a whole file: metadata and tensors, each with its bytes.
 ///
-/// The data is aligned to `general.alignment`, or 32 bytes where there is none. The file is
-/// written beside `path` under another name, flushed to the disk and renamed, so that `path` is
-/// the old file or the whole new one, never a part. For tensors that do not fit in memory
-/// together, see [`Writer`].
+/// The data is aligned to `general.alignment`, or 32 bytes where there is none. At `path` there is
+/// the old file or the whole new one, never a part, as [`files::Replacement`] has it. For tensors
+/// that do not fit in memory together, see [`Writer`].
 ///
 /// # Errors
-/// The system refuses, tensor names are not unique or too long, data is not as long as its
-/// tensor, or `general.alignment` is not one.
+/// As [`check_out`]; the system refuses, tensor names are not unique or too long, data is not as
+/// long as its tensor, or `general.alignment` is not one.
 pub fn write<'a>(
     path: impl AsRef<Path>,
     metadata: &Metadata,
@@ -55,13 +54,35 @@ pub fn encode<'a>(
     Ok(out)
 }
 
+/// Whether a GGUF file may be written to `path`: what is there, or what a link there points to, is
+/// a GGUF file, empty, or nothing. Whatever else it is, it was not made to be replaced by a model.
+///
+/// # Errors
+/// What is there is none of them, or cannot be looked at.
+pub fn check_out(path: impl AsRef<Path>) -> Result<(), Error> {
+    let path = path.as_ref();
+    let error = |kind| Error::new(&path.display().to_string(), kind);
+    let io = |source: io::Error| match source.kind() {
+        io::ErrorKind::InvalidInput => error(ErrorKind::NotAFile),
+        _ => error(ErrorKind::Io { action: "look at what is there", source }),
+    };
+    let mut magic = Vec::new();
+    match files::destination(path).and_then(|place| files::open(&place)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(io(e)),
+        Ok(file) => file.take(MAGIC.len() as u64).read_to_end(&mut magic).map_err(io)?,
+    };
+    match magic.is_empty() || magic == MAGIC {
+        true => Ok(()),
+        false => Err(error(ErrorKind::Occupied)),
+    }
+}
+
 /// Writes a file tensor by tensor. Dropped before [`Writer::finish`], it leaves nothing behind.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
-    temporary: PathBuf,
-    /// `None` once it has been renamed.
-    out: Option<BufWriter<File>>,
+    out: BufWriter<Replacement>,
     infos: Vec<TensorInfo>,
     next: usize,
     alignment: usize,
@@ -78,23 +99,16 @@ impl Writer {
         metadata: &Metadata,
         tensors: Vec<TensorInfo>,
     ) -> Result<Self, Error> {
-        static SERIAL: AtomicU64 = AtomicU64::new(0);
         let (path, infos) = (path.as_ref().to_owned(), tensors);
         let file = path.display().to_string();
         let alignment = alignment(metadata).map_err(|e| e.in_file(&file))?;
         let header = header(metadata, &infos, alignment).map_err(|kind| Error::new(&file, kind))?;
-
-        let mut name = std::ffi::OsString::from(".");
-        name.push(path.file_name().unwrap_or_default());
-        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        name.push(format!(".{}-{serial}.tmp", std::process::id()));
-        let temporary = path.with_file_name(name);
-        let created = OpenOptions::new().write(true).create_new(true).open(&temporary);
-        let out = created.map_err(|source| {
-            Error::new(&file, ErrorKind::Io { action: "create a file beside it", source })
+        check_out(&path)?;
+        let out = Replacement::create(&path).map_err(|source| {
+            Error::new(&file, ErrorKind::Write { action: "create a file beside it", source })
         })?;
-        let out = Some(BufWriter::with_capacity(1 << 20, out));
-        let mut writer = Self { path, temporary, out, infos, next: 0, alignment };
+        let out = BufWriter::with_capacity(1 << 20, out);
+        let mut writer = Self { path, out, infos, next: 0, alignment };
         writer.put(&header)?;
         Ok(writer)
     }
@@ -119,40 +133,27 @@ impl Writer {
     /// Flushes everything to the disk and gives the file its name.
     ///
     /// # Errors
-    /// Tensors are missing, or the system refuses.
-    pub fn finish(mut self) -> Result<(), Error> {
+    /// Tensors are missing, or the system refuses, after which there is the old file but for what
+    /// [`Replacement::commit`] says.
+    pub fn finish(self) -> Result<(), Error> {
         let (found, expected) = (self.next, self.infos.len());
         if found != expected {
             return Err(self.error(ErrorKind::TensorCount { found, expected }));
         }
-        let sync = |out: &mut BufWriter<File>| out.flush().and_then(|()| out.get_ref().sync_all());
-        self.out.as_mut().map_or(Ok(()), sync).map_err(|e| self.io("write", e))?;
-        fs::rename(&self.temporary, &self.path).map_err(|e| self.io("rename to it", e))?;
-        self.out = None;
-        files::sync_folder(files::folder_of(&self.path))
-            .map_err(|e| self.io("sync the folder of", e))
+        let written = self.out.into_inner().map_err(io::IntoInnerError::into_error);
+        written.and_then(Replacement::commit).map_err(|source| {
+            let kind = ErrorKind::Write { action: "write", source };
+            Error::new(&self.path.display().to_string(), kind)
+        })
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let written = self.out.as_mut().map_or(Ok(()), |out| out.write_all(bytes));
-        written.map_err(|e| self.io("write", e))
+        let written = self.out.write_all(bytes);
+        written.map_err(|source| self.error(ErrorKind::Write { action: "write", source }))
     }
 
     fn error(&self, kind: ErrorKind) -> Error {
         Error::new(&self.path.display().to_string(), kind)
-    }
-
-    fn io(&self, action: &'static str, source: io::Error) -> Error {
-        self.error(ErrorKind::Io { action, source })
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        if self.out.take().is_some() {
-            // Best effort: there is nobody to tell, and the name says that it is temporary.
-            let _ = fs::remove_file(&self.temporary);
-        }
     }
 }
 
@@ -164,6 +165,9 @@ fn check_len(info: &TensorInfo, bytes: &[u8]) -> Result<(), ErrorKind> {
     Err(ErrorKind::DataLength { tensor: shown(&info.name), found, expected })
 }
 
+/// What every file begins with.
+const MAGIC: [u8; 4] = *b"GGUF";
+
 /// llama.cpp keeps names in 64 bytes, the last of them zero (`GGML_MAX_NAME`).
 const MAX_NAME: usize = 63;
 
@@ -174,7 +178,7 @@ fn header(
     alignment: usize,
 ) -> Result<Vec<u8>, ErrorKind> {
     let mut names = HashSet::new();
-    let mut out = b"GGUF".to_vec();
+    let mut out = MAGIC.to_vec();
     out.extend(3u32.to_le_bytes());
     out.extend((infos.len() as u64).to_le_bytes());
     out.extend((metadata.len() as u64).to_le_bytes());

@@ -150,21 +150,79 @@ fn data_is_aligned() {
 fn an_old_file_stays_until_the_new_one_is_whole() {
     let folder = Folder::new("atomic");
     let path = folder.join("a.gguf");
-    std::fs::write(&path, "old").unwrap();
+    std::fs::write(&path, "GGUF, old").unwrap();
     let info = TensorInfo::new("x", TensorType::F32, &[2]).unwrap();
     let mut writer = Writer::create(&path, &Metadata::new(), vec![info.clone()]).unwrap();
     assert_eq!(folder.names().len(), 2);
     writer.tensor(&[0; 7]).unwrap_err();
     drop(writer);
-    assert_eq!(std::fs::read(&path).unwrap(), b"old");
+    assert_eq!(std::fs::read(&path).unwrap(), b"GGUF, old");
     assert_eq!(folder.names(), ["a.gguf"]);
 
     let mut writer = Writer::create(&path, &Metadata::new(), vec![info]).unwrap();
     writer.tensor(&[5; 8]).unwrap();
-    assert_eq!(std::fs::read(&path).unwrap(), b"old");
+    assert_eq!(std::fs::read(&path).unwrap(), b"GGUF, old");
     writer.finish().unwrap();
     assert_eq!(Gguf::open(&path).unwrap().require("x").unwrap().bytes, [5; 8]);
     assert_eq!(folder.names(), ["a.gguf"]);
+}
+
+#[test]
+fn a_model_takes_the_place_of_a_gguf_file_or_of_nothing() {
+    let folder = Folder::new("place");
+    let write = |name: &str| {
+        let info = TensorInfo::new("x", TensorType::F32, &[2]).unwrap();
+        write(folder.join(name), &Metadata::new(), [(info, Cow::Owned(vec![5; 8]))])
+    };
+    for (name, there, may) in [
+        ("nothing.gguf", None, true),
+        ("empty.gguf", Some(""), true),
+        ("model.gguf", Some("GGUF and more"), true),
+        ("data.jsonl", Some("{}"), false),
+        ("short", Some("GGU"), false),
+    ] {
+        let path = folder.join(name);
+        there.iter().for_each(|text| std::fs::write(&path, text).unwrap());
+        assert_eq!(gguf::check_out(&path).is_ok(), may, "{name}");
+        let written = write(name);
+        assert_eq!(written.is_ok(), may, "{name}: {written:?}");
+        if let Err(e) = written {
+            let said = "is there already and no GGUF file; choose another file, or remove it first";
+            assert_eq!(e.to_string(), format!("{}: {said}", path.display()));
+            assert!(!e.is_write_failure());
+            assert_eq!(std::fs::read_to_string(&path).ok().as_deref(), there);
+        }
+    }
+    let error = write("").unwrap_err().to_string();
+    assert!(error.contains("is not a regular file"), "{error}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_link_stays_and_a_device_too() {
+    use std::os::unix::fs::symlink;
+    let folder = Folder::new("links");
+    let write = |name: &str| {
+        let info = TensorInfo::new("x", TensorType::F32, &[2]).unwrap();
+        write(folder.join(name), &Metadata::new(), [(info, Cow::Owned(vec![5; 8]))])
+    };
+    symlink("far.gguf", folder.join("near.gguf")).unwrap();
+    write("near.gguf").unwrap();
+    assert!(std::fs::symlink_metadata(folder.join("near.gguf")).unwrap().is_symlink());
+    Gguf::open(folder.join("far.gguf")).unwrap();
+    symlink("/dev/null", folder.join("null.gguf")).unwrap();
+    let error = write("null.gguf").unwrap_err();
+    assert!(error.to_string().contains("is not a regular file"), "{error}");
+    assert_eq!(folder.names(), ["far.gguf", "near.gguf", "null.gguf"]);
+}
+
+#[test]
+fn what_the_system_refuses_to_be_written_is_no_fault_of_the_input() {
+    let folder = Folder::new("failures");
+    let info = TensorInfo::new("x", TensorType::F32, &[2]).unwrap();
+    let error = write(folder.join("no/a.gguf"), &Metadata::new(), [(info, vec![5; 8].into())]);
+    assert!(error.unwrap_err().is_write_failure());
+    assert!(!Gguf::open(folder.join("no/a.gguf")).unwrap_err().is_write_failure());
 }
 
 /// The parts as llama.cpp's `gguf-split` writes them: the first may hold metadata alone.

@@ -1,7 +1,7 @@
 //! Token sequences and arrays in files: safetensors and JSON.
 
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use safetensors::tensor::TensorView;
@@ -178,19 +178,15 @@ pub fn write_arrays(path: &Path, arrays: &BTreeMap<String, Array>) -> Result<()>
 /// # Errors
 /// Names the file and what the system said.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let name = path.file_name().ok_or_else(|| Error::writing(path, "it names no file"))?;
-    let mut partial = name.to_os_string();
-    partial.push(format!(".{}.part", std::process::id()));
-    let partial = path.with_file_name(partial);
-    let write = || {
-        let mut file = std::fs::File::create(&partial)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&partial, path)
-    };
-    write().map_err(|e| {
-        let _ = std::fs::remove_file(&partial);
-        Error::writing(path, e)
+    files::write(path, bytes).map_err(|e| {
+        let why = format!("{e}; {}", files::advice(e.kind()));
+        match e.kind() {
+            // There is something that is no file.
+            ErrorKind::InvalidInput => {
+                Error::invalid(format!("cannot write {}: {why}", path.display()))
+            }
+            _ => Error::writing(path, why),
+        }
     })
 }
 

@@ -1,22 +1,22 @@
 //! Files that a command is going to write: whether it can, and what stands in their place.
 
-use std::fs::OpenOptions;
+use std::fmt::Display;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
 /// Says before hours of work that a result could not be written, or would take the place of what
-/// it is made from.
+/// it is made from. What else it may take the place of is its own kind's business
+/// ([`gguf::check_out`], [`model::Adapter::check_out`]).
 ///
 /// # Errors
-/// A file whose folder is not there or takes no new files, that is a folder, that is one of
-/// `inputs`, or that is written twice.
+/// A file whose folder is not there or takes no new files, that is a folder or a device, that is
+/// one of `inputs`, or that is written twice.
 pub fn check(outputs: &[&Path], inputs: &[PathBuf]) -> Result<()> {
     for (i, out) in outputs.iter().enumerate() {
-        if out.is_dir() {
-            return Err(Error::invalid(format!("{} is a folder; expected a file", out.display())));
-        }
-        let folder = folder(out);
+        let place = place(out)?;
+        let folder = files::folder_of(&place);
         if !folder.is_dir() {
             return Err(Error::invalid(format!(
                 "cannot write {}: there is no folder {}",
@@ -24,25 +24,25 @@ pub fn check(outputs: &[&Path], inputs: &[PathBuf]) -> Result<()> {
                 folder.display()
             )));
         }
-        try_write(folder).map_err(|e| {
-            Error::invalid(format!(
-                "cannot write {}: the folder takes no new file: {e}",
-                out.display()
-            ))
-        })?;
-        let place = place(out);
-        if inputs.iter().any(|input| input.canonicalize().is_ok_and(|input| input == place)) {
+        let is_place = |file: &Path| is_same(file, &place);
+        if inputs.iter().any(|input| input.exists() && is_place(input)) {
             return Err(Error::invalid(format!(
                 "{} is what is read, and writing would take its place; choose another file",
                 out.display()
             )));
         }
-        if outputs.iter().take(i).any(|other| self::place(other) == place) {
-            return Err(Error::invalid(format!(
-                "{} is to be written twice; choose two files",
-                out.display()
-            )));
+        for other in outputs.iter().take(i) {
+            if is_place(&self::place(other)?) {
+                return Err(Error::invalid(format!(
+                    "{} is to be written twice; choose two files",
+                    out.display()
+                )));
+            }
         }
+        files::Replacement::create(&place).map_err(|e| match e.kind() {
+            ErrorKind::ResourceBusy => refused(out, &e),
+            _ => refused(out, &format!("the folder takes no new file: {e}")),
+        })?;
     }
     Ok(())
 }
@@ -53,26 +53,26 @@ pub fn check(outputs: &[&Path], inputs: &[PathBuf]) -> Result<()> {
 /// What the system said.
 pub fn check_folder(wanted: &Path) -> Result<()> {
     let there = wanted.ancestors().find(|folder| folder.exists()).filter(|p| **p != *Path::new(""));
-    try_write(there.unwrap_or(Path::new("."))).map_err(|e| {
+    files::try_folder(there.unwrap_or(Path::new("."))).map_err(|e| {
         Error::invalid(format!("cannot write to the folder {}: {e}", wanted.display()))
     })
 }
 
-fn folder(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+fn refused(out: &Path, why: &dyn Display) -> Error {
+    Error::invalid(format!("cannot write {}: {why}; choose another file", out.display()))
 }
 
 /// Where a file is, or would be.
-fn place(path: &Path) -> PathBuf {
-    let new = || Some(folder(path).canonicalize().ok()?.join(path.file_name()?));
-    path.canonicalize().ok().or_else(new).unwrap_or_else(|| path.to_path_buf())
+fn place(path: &Path) -> Result<PathBuf> {
+    files::destination(path).map_err(|e| refused(path, &e))
 }
 
-/// Makes a file in a folder and removes it.
-fn try_write(folder: &Path) -> std::io::Result<()> {
-    let path = folder.join(format!(".gradus-{}.tmp", std::process::id()));
-    OpenOptions::new().write(true).create_new(true).open(&path)?;
-    std::fs::remove_file(&path)
+fn is_same(a: &Path, b: &Path) -> bool {
+    let whole = |path: &Path| {
+        let new = || Some(files::folder_of(path).canonicalize().ok()?.join(path.file_name()?));
+        path.canonicalize().ok().or_else(new)
+    };
+    a == b || whole(a).is_some_and(|a| whole(b) == Some(a))
 }
 
 #[cfg(test)]
@@ -84,14 +84,30 @@ mod tests {
         let folder = std::env::temp_dir();
         let name = format!("gradus-outputs-{}", std::process::id());
         let (plain, around) = (folder.join(&name), folder.join(".").join(&name));
-        assert_eq!(place(&plain), place(&around));
+        assert!(is_same(&plain, &around));
         let error = check(&[&plain, &around], &[]).unwrap_err().message();
         assert!(error.ends_with("is to be written twice; choose two files"), "{error}");
         std::fs::write(&plain, "x").unwrap();
         let error = check(&[&around], std::slice::from_ref(&plain)).unwrap_err().message();
-        std::fs::remove_file(&plain).unwrap();
         assert!(error.contains("is what is read"), "{error}");
+        std::fs::remove_file(&plain).unwrap();
         assert!(check(&[&plain], std::slice::from_ref(&around)).is_ok());
+        let error = check(&[&folder], &[]).unwrap_err().message();
+        assert!(error.contains("it is a folder, expected a file"), "{error}");
         check_folder(&folder.join("a/b/c")).unwrap();
+    }
+
+    /// Where process ids repeat, as in containers, a process that was killed had ours.
+    #[test]
+    fn what_a_killed_process_left_is_in_nobodys_way() {
+        let folder = std::env::temp_dir().join(format!("gradus-left-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for name in [".out.gguf.tmp", ".gradus.tmp"] {
+            std::fs::write(folder.join(name), "half").unwrap();
+        }
+        check(&[&folder.join("out.gguf")], &[]).unwrap();
+        check_folder(&folder).unwrap();
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "something stays");
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -3,11 +3,11 @@
 //! The file is safetensors: `value/NAME`, `moment0/NAME`, `moment1/NAME` and `best/NAME` for each
 //! parameter, and under the metadata key `gradus.checkpoint` a JSON object with everything else.
 
-use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
+use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{SafeTensors, TensorView};
+use safetensors::tensor::SafeTensors;
 use serde_json::{Map, Value, json};
 
 use crate::moved::Moved;
@@ -219,22 +219,31 @@ impl Snapshot {
     /// # Errors
     /// Names the file and what the system said.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let failed = |what: &dyn std::fmt::Display| {
-            Error::File(format!("cannot write {}: {what}", path.display()))
-        };
-        let mut views = Vec::with_capacity(self.tensors.len());
-        for (name, values) in &self.tensors {
-            let bytes = bytemuck::cast_slice(values);
-            let view = TensorView::new(safetensors::Dtype::F32, vec![values.len()], bytes);
-            views.push((name.as_str(), view.map_err(|e| failed(&e))?));
-        }
-        let header = HashMap::from([(KEY.to_string(), self.header().to_string())]);
-        files::write_with(path, |partial| {
-            safetensors::serialize_to_file(views, Some(header), partial)
-                .map_err(std::io::Error::other)?;
-            File::open(partial)?.sync_all()
+        files::write_with(path, |out| self.write_to(out)).map_err(|e| {
+            let advice = files::advice(e.kind());
+            Error::File(format!("cannot write {}: {e}; {advice}", path.display()))
         })
-        .map_err(|e| failed(&e))
+    }
+
+    /// Writes it as safetensors: the length of the header, the header as JSON, the numbers. The
+    /// package of that name would make a copy of all, or a temporary file of its own that a killed
+    /// process leaves for good.
+    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        let mut header = Map::new();
+        header.insert("__metadata__".into(), json!({ KEY: self.header().to_string() }));
+        let mut at = 0;
+        for (name, values) in &self.tensors {
+            let end = at + size_of_val(values.as_slice());
+            let place =
+                json!({ "dtype": "F32", "shape": [values.len()], "data_offsets": [at, end] });
+            header.insert(name.clone(), place);
+            at = end;
+        }
+        let mut header = serde_json::to_vec(&header)?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        self.tensors.values().try_for_each(|values| out.write_all(bytemuck::cast_slice(values)))
     }
 
     /// Reads one.
@@ -394,8 +403,7 @@ impl Checkpoints {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         for path in entries.map(|e| e.path()) {
             let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
-            // `.tmp` begins the names of the crate that writes the tensors.
-            if name.starts_with(".tmp") || name.starts_with(".step-") && name.ends_with(".tmp") {
+            if name.starts_with(".step-") && name.ends_with(".tmp") {
                 let _ = std::fs::remove_file(path);
             }
         }

@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::error::{Error, Result};
 use crate::output::{bytes, json, line};
+use crate::outputs;
 
 /// Write a small random model of an architecture, for tests, bug reports and demos
 ///
@@ -91,6 +92,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let name = format!("toy-{}-{}.gguf", args.arch, format.name().to_lowercase());
     let path = args.out.clone().unwrap_or_else(|| name.into());
+    outputs::check(&[&path], &[])?;
     toy.write(&path)?;
     let size = std::fs::metadata(&path).map_err(|e| Error::reading(&path, e))?.len();
     if args.json {

@@ -171,6 +171,7 @@ impl Args {
             self.out.iter().chain(&self.out_model).map(PathBuf::as_path).collect();
         outputs::check(&outputs, &inputs)?;
         self.out.iter().try_for_each(|out| Adapter::check_out(out))?;
+        self.out_model.iter().try_for_each(gguf::check_out)?;
         self.keeping.checkpoints.iter().try_for_each(|folder| outputs::check_folder(folder))
     }
 
