@@ -126,12 +126,15 @@ impl From<text::Error> for Error {
 
 impl From<gguf::Error> for Error {
     fn from(e: gguf::Error) -> Error {
-        Error::invalid(e.to_string())
+        model::Error::from(e).into()
     }
 }
 
 impl From<hub::Error> for Error {
     fn from(e: hub::Error) -> Error {
-        Error::invalid(e.to_string())
+        match e {
+            hub::Error::Io { .. } => Error::fault(e.to_string()),
+            _ => Error::invalid(e.to_string()),
+        }
     }
 }

@@ -12,7 +12,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -23,6 +22,22 @@ use crate::{Error, Geometry, LoraShape, Model, Projection, Result, TensorSource,
 
 /// The key of [`Adapter::dropout`] in a file.
 const DROPOUT: &str = "adapter.lora.dropout";
+
+/// The greatest rank that is made, believed, and read.
+pub(crate) const MOST_RANK: usize = 4096;
+
+/// What files may say of an adapter as a whole. llama.cpp hands the task and the prefix to whoever
+/// asks and does nothing with them.
+const KEYS: [&str; 5] = [
+    "adapter.type",
+    "adapter.lora.alpha",
+    DROPOUT,
+    "adapter.lora.task_name",
+    "adapter.lora.prompt_prefix",
+];
+
+/// An activated LoRA (aLoRA), which is applied only from where these tokens are on.
+const INVOCATION: &str = "adapter.alora.invocation_tokens";
 
 /// The pair of matrices on one projection, or a pair for each expert of a stack.
 #[derive(Clone, PartialEq, Debug)]
@@ -136,11 +151,7 @@ impl Adapter {
         let mut random = text::sampler::Rng::new(seed);
         let mut tensors = BTreeMap::new();
         for (target, rank) in targets {
-            if rank == 0 || rank > 4096 {
-                return Err(Error::new(format!(
-                    "the rank of `{target}` is {rank}, expected 1 to 4096"
-                )));
-            }
+            check_rank(target, rank)?;
             let of = model.base().projection(target)?;
             // An id is one input; there are as many others as a matrix has columns.
             let inputs = if of.is_table { 1 } else { of.width };
@@ -209,6 +220,7 @@ impl Adapter {
         ] {
             let found = metadata.str(key)?;
             if found != wanted {
+                let found = gguf::shown(found);
                 let message = format!("{name}: key `{key}` is `{found}`, expected `{wanted}`");
                 return Err(match key {
                     "general.architecture" => Error::adapter(Code::AdapterArchitecture, message),
@@ -216,10 +228,7 @@ impl Adapter {
                 });
             }
         }
-        let alpha = metadata.f32("adapter.lora.alpha")?;
-        if !alpha.is_finite() {
-            return Err(Error::new(format!("{name}: key `adapter.lora.alpha` is {alpha}")));
-        }
+        let alpha = alpha(metadata)?;
         let dropout = match metadata.get(DROPOUT) {
             None => 0.0,
             Some(_) => metadata.f32(DROPOUT)?,
@@ -263,6 +272,7 @@ impl Adapter {
                     )));
                 }
             }
+            check_rank(target, rank).map_err(|e| Error::new(format!("{name}: {e}")))?;
             let pair = LoraTensor {
                 rank,
                 a: finite(&name, &tensor)?,
@@ -277,20 +287,23 @@ impl Adapter {
         Ok(Adapter { alpha, dropout, tensors })
     }
 
-    /// Whether an adapter may be written to a file: what is there is an adapter itself, or nothing.
+    /// Whether an adapter may be written to a file: what is there is an adapter itself, an empty
+    /// file, or nothing.
     ///
     /// # Errors
-    /// When there is a file of another kind, such as a model or data.
+    /// When there is something of another kind, such as a model, data or a device.
     pub fn check_out(path: &Path) -> Result<()> {
-        if std::fs::metadata(path).is_ok_and(|found| found.len() == 0) {
-            return Ok(());
-        }
+        let is_gguf = match gguf::check_out(path) {
+            Err(e) if matches!(e.kind(), gguf::ErrorKind::Occupied) => false,
+            looked => looked.map(|()| true)?,
+        };
         let is_adapter =
             |file: gguf::Gguf| file.metadata().str("general.type").is_ok_and(|ty| ty == "adapter");
-        match path.exists() && !gguf::Gguf::open(path).is_ok_and(is_adapter) {
-            false => Ok(()),
-            true => Err(Error::new(format!(
-                "{} is there already and no adapter; choose another file, or remove it first",
+        let is_free = || std::fs::metadata(path).map_or(true, |found| found.len() == 0);
+        match is_gguf && (is_free() || gguf::Gguf::open(path).is_ok_and(is_adapter)) {
+            true => Ok(()),
+            false => Err(Error::new(format!(
+                "{}: is there already and no adapter; choose another file, or remove it first",
                 path.display()
             ))),
         }
@@ -399,7 +412,47 @@ impl Adapter {
     }
 }
 
+/// The alpha of an adapter's file, all of whose words about itself are known: one that is not may
+/// change what A and B mean.
+pub(crate) fn alpha(metadata: &gguf::Metadata) -> Result<f32> {
+    let name = metadata.file();
+    let mut keys = metadata.iter().map(|(key, _)| key);
+    if let Some(key) = keys.find(|key| key.starts_with("adapter.") && !KEYS.contains(key)) {
+        return Err(Error::new(match key {
+            INVOCATION => format!(
+                "{name}: key `{key}` is there: this is an activated LoRA, which is applied from \
+                 where these tokens are on; only plain LoRA is supported"
+            ),
+            _ => format!(
+                "{name}: key `{}` is not known, and may change what the adapter's numbers mean; \
+                 expected no more than {}",
+                gguf::shown(key),
+                KEYS.join(", ")
+            ),
+        }));
+    }
+    match metadata.f32("adapter.lora.alpha")? {
+        alpha if alpha.is_finite() => Ok(alpha),
+        alpha => Err(Error::new(format!(
+            "{name}: key `adapter.lora.alpha` is {alpha}, expected a finite number"
+        ))),
+    }
+}
+
+/// # Errors
+/// When no adapter has this rank.
+pub(crate) fn check_rank(of: &str, rank: usize) -> Result<()> {
+    match rank {
+        1..=MOST_RANK => Ok(()),
+        _ => {
+            let of = gguf::shown(of);
+            Err(Error::new(format!("the rank of `{of}` is {rank}, expected 1 to {MOST_RANK}")))
+        }
+    }
+}
+
 fn stray(file: &str, tensor: &str) -> Error {
+    let tensor = gguf::shown(tensor);
     Error::new(format!(
         "{file}: tensor `{tensor}` is no LoRA pair; expected names that end in .lora_a and .lora_b"
     ))
@@ -417,7 +470,7 @@ impl LoraTensor {
 pub(crate) fn refuse_other_files(path: &Path) -> Result<()> {
     let mut head = [0u8; 9];
     // What cannot be read, and how, says whoever opens it next.
-    let Ok(len) = File::open(path).and_then(|file| {
+    let Ok(len) = files::open(path).and_then(|file| {
         let mut bytes = Vec::new();
         file.take(head.len() as u64).read_to_end(&mut bytes)?;
         head.iter_mut().zip(&bytes).for_each(|(to, from)| *to = *from);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::adapter::{effective_alpha, refuse_other_files, scale, transposed};
+use crate::adapter::{alpha, check_rank, effective_alpha, refuse_other_files, scale, transposed};
 use crate::{Error, LoraTensor, Result, peft};
 
 /// An adapter's file or folder.
@@ -33,8 +33,9 @@ pub struct PairInfo {
     pub alpha: f32,
     /// What `B A x` is multiplied by.
     pub scale: f32,
-    /// The Frobenius norm of `scale * B A`, over all experts.
-    pub norm: f64,
+    /// The Frobenius norm of `scale * B A`, over all experts; `None` of ranks above 1024, which
+    /// take too long.
+    pub norm: Option<f64>,
 }
 
 impl PairInfo {
@@ -53,30 +54,45 @@ impl PairInfo {
             out,
             alpha: effective_alpha(pair.scale, pair.rank),
             scale: pair.scale,
-            norm: f64::from(pair.scale).abs() * product_norm(pair, width, out),
+            norm: (pair.rank <= MOST_NORM_RANK)
+                .then(|| f64::from(pair.scale).abs() * product_norm(pair, width, out)),
         }
     }
 }
 
+/// The work of a norm grows with the rank's square.
+const MOST_NORM_RANK: usize = 1024;
+
 /// The Frobenius norm of `B A` of all experts, without the products: the trace of
-/// `(B^T B) (A A^T)`.
+/// `(B^T B) (A A^T)`, both of which are symmetric.
 fn product_norm(pair: &LoraTensor, width: usize, out: usize) -> f64 {
     let rank = pair.rank.max(1);
-    let dot = |x: &mut dyn Iterator<Item = (f32, f32)>| -> f64 {
-        x.map(|(x, y)| f64::from(x) * f64::from(y)).sum()
-    };
     let experts = pair.a.chunks((rank * width).max(1)).zip(pair.b.chunks((out * rank).max(1)));
     let mut total = 0.0;
     for (a, b) in experts {
-        for (i, row) in a.chunks(width.max(1)).enumerate() {
-            for (j, other) in a.chunks(width.max(1)).enumerate() {
-                let of_a = dot(&mut row.iter().copied().zip(other.iter().copied()));
-                let columns = b.iter().skip(i).step_by(rank).zip(b.iter().skip(j).step_by(rank));
-                total += of_a * dot(&mut columns.map(|(x, y)| (*x, *y)));
-            }
+        let b = transposed(b, rank);
+        let rows: Vec<_> = a.chunks(width.max(1)).zip(b.chunks(out.max(1))).collect();
+        for (i, (a, b)) in rows.iter().enumerate() {
+            total += dot(a, a) * dot(b, b);
+            let others =
+                rows.iter().take(i).map(|(other_a, other_b)| dot(a, other_a) * dot(b, other_b));
+            total += 2.0 * others.sum::<f64>();
         }
     }
     total.max(0.0).sqrt()
+}
+
+/// In several sums, which need not wait for each other.
+fn dot(x: &[f32], y: &[f32]) -> f64 {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<16>(), y.as_chunks::<16>());
+    let mut sums = [0.0f64; 16];
+    for (x, y) in x.iter().zip(y) {
+        for ((sum, x), y) in sums.iter_mut().zip(x).zip(y) {
+            *sum += f64::from(*x) * f64::from(*y);
+        }
+    }
+    let rest = x_rest.iter().zip(y_rest).map(|(x, y)| f64::from(*x) * f64::from(*y));
+    sums.iter().sum::<f64>() + rest.sum::<f64>()
 }
 
 /// Looks at a GGUF file or a folder of PEFT.
@@ -96,7 +112,7 @@ pub fn describe_adapter(path: &Path) -> Result<AdapterInfo> {
              shows models"
         )));
     }
-    let alpha = metadata.f32("adapter.lora.alpha")?;
+    let alpha = alpha(metadata)?;
     let mut pairs = Vec::new();
     for tensor in file.tensors() {
         let Some(target) = tensor.info.name.strip_suffix(".lora_a") else { continue };
@@ -112,11 +128,14 @@ pub fn describe_adapter(path: &Path) -> Result<AdapterInfo> {
         let wanted: Vec<usize> = experts.into_iter().chain([out, rank]).collect();
         if rank == 0 || b.info.shape != wanted {
             return Err(Error::new(format!(
-                "{name}: tensors `{target}.lora_a` and `.lora_b` have shapes {:?} and {:?}, which \
+                "{name}: tensors `{}.lora_a` and `.lora_b` have shapes {:?} and {:?}, which \
                  are no pair",
-                tensor.info.shape, b.info.shape
+                gguf::shown(target),
+                tensor.info.shape,
+                b.info.shape
             )));
         }
+        check_rank(target, rank).map_err(|e| Error::new(format!("{name}: {e}")))?;
         let a = tensor.to_f32()?;
         let a = if is_table { transposed(&a, rank) } else { a };
         let pair = LoraTensor { rank, a, b: b.to_f32()?, scale: scale(alpha, rank) };

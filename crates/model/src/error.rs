@@ -24,7 +24,8 @@ pub enum Error {
         /// How many there are.
         free: usize,
     },
-    /// A file that was taken for an adapter is of another kind, or for another model.
+    /// A file that was taken for an adapter is of another kind, or for another model; or one could
+    /// not be written.
     #[error("{message}")]
     Adapter {
         /// What is wrong, as a code.
@@ -37,24 +38,40 @@ pub enum Error {
     Model(String),
 }
 
+/// Messages hold names from files, which may be of any length.
+const MOST_CHARS: usize = 4096;
+
+/// A message as it may be printed: what steers a terminal is escaped, wherever a name from a file
+/// brought it in.
+fn printable(message: &str) -> String {
+    gguf::escaped(message, MOST_CHARS)
+}
+
 impl Error {
     /// An error with a one-line message.
-    pub fn new(message: impl Into<String>) -> Error {
-        Error::Model(message.into())
+    pub fn new(message: impl AsRef<str>) -> Error {
+        Error::Model(printable(message.as_ref()))
     }
 
-    /// An adapter that cannot be used, with a code of its own.
-    pub(crate) fn adapter(code: graph::Code, message: impl Into<String>) -> Error {
-        Error::Adapter { code, message: message.into() }
+    /// An adapter that cannot be used or written, with a code of its own.
+    pub(crate) fn adapter(code: graph::Code, message: impl AsRef<str>) -> Error {
+        Error::Adapter { code, message: printable(message.as_ref()) }
+    }
+
+    /// What kind of error it is: what failed in writing is no fault of the input.
+    pub fn code(&self) -> graph::Code {
+        match self {
+            Error::Graph(e) => e.code(),
+            Error::Adapter { code, .. } => *code,
+            Error::Full { .. } => graph::Code::ContextExceeded,
+            Error::File(e) if e.is_write_failure() => graph::Code::FileFailed,
+            Error::File(_) | Error::Text(_) | Error::Model(_) => graph::Code::InvalidInput,
+        }
     }
 
     /// The exit code of a command that fails with this error.
     pub fn exit_code(&self) -> u8 {
-        match self {
-            Error::Graph(e) => e.code().exit_code(),
-            Error::Adapter { code, .. } => code.exit_code(),
-            _ => 1,
-        }
+        self.code().exit_code()
     }
 }
 

@@ -173,7 +173,7 @@ fn files_hold_them_as_others_read_them() {
             info.pairs.iter().find(|p| p.target == EMBED || p.target.ends_with("embed_tokens"));
         let of = of.unwrap();
         assert_eq!((of.rank, of.width, of.out), (4, 320, width));
-        of.norm
+        of.norm.unwrap()
     });
     assert!((norms[0] / norms[1] - 1.0).abs() < 1e-12, "{norms:?}");
 

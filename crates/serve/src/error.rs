@@ -50,9 +50,7 @@ impl From<model::Error> for Error {
     fn from(e: model::Error) -> Error {
         match e {
             model::Error::Graph(e) => e.into(),
-            model::Error::Adapter { code, message } => Error::new(code, message),
-            e @ model::Error::Full { .. } => Error::new(Code::ContextExceeded, e.to_string()),
-            e => Error::new(Code::InvalidInput, e.to_string()),
+            e => Error::new(e.code(), e.to_string()),
         }
     }
 }

@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::error::{Error, Result};
 use crate::output::{count, json, line, note};
+use crate::outputs;
 
 /// Look at adapters, and convert them between llama.cpp's form and PEFT's
 ///
@@ -107,28 +108,28 @@ fn show(args: &Show) -> Result<()> {
             "targets": targets,
         }));
     }
-    let arch = arch.map_or(String::new(), |arch| format!(" for {arch}"));
+    let arch = arch.map_or(String::new(), |arch| format!(" for {}", gguf::shown(&arch)));
     line(&format!(
         "{}: {form}{arch}, {} targets, {} parameters",
         args.adapter.display(),
         pairs.len(),
         count(parameters)
     ))?;
-    let width = pairs.iter().map(|p| p.target.len()).max().unwrap_or(0).max(6);
+    let targets: Vec<String> = pairs.iter().map(|p| gguf::shown(&p.target)).collect();
+    let width = targets.iter().map(|target| target.chars().count()).max().unwrap_or(0).max(6);
     line(&format!(
         "{:<width$}  {:>4}  {:>8}  {:>8}  {:>13}  {:>10}",
         "target", "rank", "alpha", "scale", "shape", "|scale B A|"
     ))?;
-    for p in &pairs {
+    for (p, target) in pairs.iter().zip(&targets) {
+        let norm = p.norm.map_or("-".to_string(), |norm| format!("{norm:.4}"));
         let experts = p.experts.map_or(String::new(), |n| format!("{n}x"));
         let shape = format!("{experts}{}x{}", p.out, p.width);
         line(&format!(
-            "{:<width$}  {:>4}  {:>8}  {:>8}  {shape:>13}  {:>10.4}",
-            p.target,
+            "{target:<width$}  {:>4}  {:>8}  {:>8}  {shape:>13}  {norm:>10}",
             p.rank,
             short(p.alpha),
-            short(p.scale),
-            p.norm
+            short(p.scale)
         ))?;
     }
     Ok(())
@@ -167,6 +168,9 @@ fn convert(args: &Convert) -> Result<()> {
     if !to_gguf && args.to.is_file() {
         let to = args.to.display();
         return Err(Error::invalid(format!("OUT is {to}, a file; expected a folder")));
+    }
+    if to_gguf {
+        outputs::check(&[&args.to], &[])?;
     }
     let model = Skeleton::open(&hub::resolve(&args.model)?)?;
     let adapter = Adapter::read_for(&args.from, &model.base())?;

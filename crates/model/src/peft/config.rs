@@ -6,10 +6,8 @@ use regex_automata::meta::Regex;
 use regex_automata::util::syntax;
 use serde_json::{Map, Value, json};
 
+use crate::adapter::MOST_RANK;
 use crate::{Error, Result};
-
-/// The greatest rank that is believed, and read.
-pub(super) const MOST_RANK: usize = 4096;
 
 /// What a configuration says of the scale of each module.
 pub(super) struct Config {
@@ -124,7 +122,7 @@ impl Config {
             _ => Err(bad(field, value, "a finite number other than 0")),
         };
         let rank = |field: &str, value: &Value| match value.as_u64() {
-            Some(n @ 1..=4096) => Ok(n as usize),
+            Some(n) if (1..=MOST_RANK as u64).contains(&n) => Ok(n as usize),
             _ => Err(bad(field, value, &format!("1 to {MOST_RANK}"))),
         };
         let rank_stabilized = match get("use_rslora") {
@@ -179,6 +177,11 @@ impl Config {
             dropout,
             class: class.map(str::to_string),
         })
+    }
+
+    /// The greatest rank that a module may have.
+    pub(super) fn most_rank(&self) -> usize {
+        self.ranks.iter().fold(self.rank, |most, &(_, rank)| most.max(rank as usize))
     }
 
     /// The name that patterns are held against, of what has tensors under a path: the path of a

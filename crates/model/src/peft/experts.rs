@@ -6,9 +6,9 @@
 
 use graph::Code;
 
+use super::Pair;
 use super::config::Written;
-use super::{MOST_RANK, Pair};
-use crate::adapter::{Base, effective_alpha, scale};
+use crate::adapter::{Base, MOST_RANK, effective_alpha, scale};
 use crate::{Adapter, Error, LoraTensor, Result};
 
 /// Which of two nested modules a parameter's pair is of: PEFT wraps the first parameter inside the

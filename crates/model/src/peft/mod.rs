@@ -17,7 +17,7 @@ mod experts;
 mod names;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
@@ -25,7 +25,7 @@ use graph::Code;
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
-use self::config::{Config, Converted, MOST_RANK, Written};
+use self::config::{Config, Converted, Written};
 use self::experts::{Half, fuse, split};
 use self::names::{Family, Order, Place, family, order};
 use crate::adapter::{Base, effective_alpha, scale, transposed};
@@ -49,6 +49,11 @@ const EMBEDDING: &str = "model.embed_tokens";
 
 /// A configuration is a few kilobytes.
 const MOST_CONFIG: u64 = 1 << 20;
+/// What may stand before the numbers, as safetensors bounds it.
+const MOST_HEADER: u64 = 100_000_008;
+/// Beyond this no file of tensors is read whose model is not known: rank 256 on all layers of a
+/// model of 405 billion weights is 40 GB.
+const MOST_TENSORS: u64 = 64 << 30;
 
 /// A pair of matrices under its module's path.
 struct Pair {
@@ -88,7 +93,7 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
             ),
         ));
     }
-    let bytes = read_tensors(folder, &name)?;
+    let bytes = read_tensors(folder, &name, most_bytes(base, config.most_rank()))?;
     let file = parse(&bytes, &name)?;
 
     let mut single: BTreeMap<String, LoraTensor> = BTreeMap::new();
@@ -147,8 +152,18 @@ pub(crate) fn read(folder: &Path, base: &Base<'_>) -> Result<Adapter> {
     Ok(Adapter { dropout: config.dropout, ..Adapter::of(single) })
 }
 
-fn read_tensors(folder: &Path, name: &str) -> Result<Vec<u8>> {
-    match fs::read(folder.join(TENSORS)) {
+/// What an adapter of a rank on everything takes as a file, in f32, with the model's own tables,
+/// which PEFT stores beside it.
+fn most_bytes(base: &Base<'_>, rank: usize) -> u64 {
+    let each = |of: &Projection| of.experts.unwrap_or(1).saturating_mul(of.width + of.out);
+    let pairs = base.projections.values().map(each).fold(0, usize::saturating_add);
+    let table = base.tensors.tensor("token_embd.weight").map_or(0, |(shape, _)| shape.elements());
+    let numbers = pairs.saturating_mul(rank).saturating_add(table.saturating_mul(2));
+    (numbers as u64).saturating_mul(4).saturating_add(MOST_HEADER)
+}
+
+fn read_tensors(folder: &Path, name: &str, most: u64) -> Result<Vec<u8>> {
+    match files::read(&folder.join(TENSORS), most) {
         Ok(bytes) => Ok(bytes),
         Err(e) if e.kind() == ErrorKind::NotFound && folder.join(PICKLE).exists() => {
             Err(pickle(&folder.join(PICKLE)))
@@ -169,7 +184,7 @@ fn parse<'b>(bytes: &'b [u8], name: &str) -> Result<SafeTensors<'b>> {
 pub(crate) fn describe(folder: &Path) -> Result<Vec<PairInfo>> {
     let name = folder.join(TENSORS).display().to_string();
     let config = read_config(&folder.join(CONFIG))?;
-    let bytes = read_tensors(folder, &name)?;
+    let bytes = read_tensors(folder, &name, MOST_TENSORS)?;
     // What is inside another parameter is gate and up; else it may be either, and which it is
     // matters only where a configuration speaks of one alone.
     let fused = |path: &str, _: usize, _: usize| {
@@ -219,13 +234,7 @@ fn read_config(path: &Path) -> Result<Config> {
         }
         _ => Error::new(format!("{name}: cannot be read: {e}")),
     };
-    let size = fs::metadata(path).map_err(failed)?.len();
-    if size > MOST_CONFIG {
-        return Err(Error::new(format!(
-            "{name}: has {size} bytes, expected at most {MOST_CONFIG} of a configuration"
-        )));
-    }
-    Config::parse(&name.to_string(), &fs::read(path).map_err(failed)?)
+    Config::parse(&name.to_string(), &files::read(path, MOST_CONFIG).map_err(failed)?)
 }
 
 /// All pairs of a file, in order of their paths, each of the rank that the configuration says.
@@ -249,7 +258,7 @@ fn pairs(
             Error::new(format!(
                 "{file}: tensor `{}` is no LoRA pair; expected names that end in .lora_A.weight \
                  and .lora_B.weight",
-                name.escape_debug()
+                gguf::shown(name)
             ))
         };
         let short = name.strip_suffix(".weight");
@@ -626,30 +635,27 @@ fn fused_everywhere(adapter: &Adapter, base: &Base<'_>) -> bool {
 }
 
 fn replace(folder: &Path, data: &[u8], config: &[u8]) -> Result<()> {
-    let mut moves = Vec::new();
     let written = (|| {
         fs::create_dir_all(folder)?;
-        for (file, bytes) in [(TENSORS, data), (CONFIG, config)] {
-            let temporary = folder.join(format!(".{file}.{}.tmp", std::process::id()));
-            moves.push((temporary.clone(), folder.join(file)));
-            let mut out = File::create(&temporary)?;
-            out.write_all(bytes)?;
-            out.sync_all()?;
-        }
+        let begin = |file: &str, bytes: &[u8]| {
+            let mut out = files::Replacement::create(&folder.join(file))?;
+            out.write_all(bytes).map(|()| out)
+        };
+        let (data, config) = (begin(TENSORS, data)?, begin(CONFIG, config)?);
         match fs::remove_file(folder.join(CONFIG)) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
             _ => {}
         }
-        for (from, to) in &moves {
-            fs::rename(from, to)?;
-        }
-        files::sync_folder(folder)
+        data.commit()?;
+        config.commit()
     })();
     written.map_err(|e: std::io::Error| {
-        for (temporary, _) in &moves {
-            // Best effort: the error that is reported is the first one.
-            let _ = fs::remove_file(temporary);
+        let advice = files::advice(e.kind());
+        let message = format!("{}: the adapter cannot be written: {e}; {advice}", folder.display());
+        match e.kind() {
+            // There is something that is no file.
+            ErrorKind::InvalidInput => Error::new(message),
+            _ => Error::adapter(Code::FileFailed, message),
         }
-        Error::new(format!("{}: the adapter cannot be written: {e}", folder.display()))
     })
 }
