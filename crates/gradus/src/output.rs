@@ -1,9 +1,23 @@
 //! Printing: results on standard output, the rest on standard error.
+//!
+//! Lines and notes are made of names and texts from files that anybody may have written, so what
+//! would steer the terminal is escaped in them. Only [`print`] gives text as it is.
 
+use std::borrow::Cow;
 use std::io::{self, Write};
 
 use crate::error::{Error, Result};
 use crate::progress::aside;
+use crate::reading::printable;
+
+/// Lines that are whatever they hold.
+fn lines(text: &str) -> Cow<'_, str> {
+    let steers = |line: &str| printable(line) != line;
+    match text.split('\n').any(steers) {
+        false => text.into(),
+        true => text.split('\n').map(printable).collect::<Vec<_>>().join("\n").into(),
+    }
+}
 
 /// Writes text to standard output, at once.
 ///
@@ -14,12 +28,12 @@ pub fn print(text: &str) -> Result<()> {
     aside(|| out.write_all(text.as_bytes()).and_then(|()| out.flush())).map_err(Error::stdout)
 }
 
-/// Writes a line to standard output.
+/// Writes a line to standard output, or several; what would steer the terminal is escaped.
 ///
 /// # Errors
 /// As [`print`].
 pub fn line(text: &str) -> Result<()> {
-    print(&format!("{text}\n"))
+    print(&format!("{}\n", lines(text)))
 }
 
 /// Writes a JSON document as one line to standard output.
@@ -27,17 +41,33 @@ pub fn line(text: &str) -> Result<()> {
 /// # Errors
 /// As [`print`].
 pub fn json(value: &serde_json::Value) -> Result<()> {
-    line(&value.to_string())
+    print(&format!("{}\n", json_text(value)))
 }
 
-/// Writes a line to standard error. Where that is closed there is nobody to tell.
+/// JSON escapes the control characters of ASCII by itself, but not all others.
+fn json_text(value: &serde_json::Value) -> String {
+    let text = value.to_string();
+    match text.contains(char::is_control) {
+        false => text,
+        true => text.chars().fold(String::new(), |mut text, c| {
+            match c.is_control() {
+                true => text += &format!("\\u{:04x}", u32::from(c)),
+                false => text.push(c),
+            }
+            text
+        }),
+    }
+}
+
+/// Writes a line to standard error, or several, as [`line`]. Where that is closed there is nobody
+/// to tell.
 pub fn note(text: &str) {
-    let _ = aside(|| writeln!(io::stderr(), "{text}"));
+    let _ = aside(|| writeln!(io::stderr(), "{}", lines(text)));
 }
 
-/// Writes text to standard error as it is.
+/// As [`note`], and stays on the line.
 pub fn note_raw(text: &str) {
-    let _ = aside(|| io::stderr().write_all(text.as_bytes()));
+    let _ = aside(|| io::stderr().write_all(lines(text).as_bytes()));
 }
 
 /// A number of bytes for people: `93.8 MiB`.
@@ -113,6 +143,16 @@ mod tests {
         assert_eq!(duration(Duration::from_millis(850)), "850 ms");
         assert_eq!(duration(Duration::from_millis(12_340)), "12.3 s");
         assert_eq!(duration(Duration::from_secs(245)), "4 min 05 s");
+    }
+
+    #[test]
+    fn what_steers_a_terminal_is_escaped_and_lines_stay() {
+        assert_eq!(lines("a\n  b: é 猫"), "a\n  b: é 猫");
+        assert_eq!(lines("a\n\x1b[2Jb\u{9b}31m\u{7}"), "a\n\\u{1b}[2Jb\\u{9b}31m\\u{7}");
+        let value = serde_json::json!({ "a\u{9b}\u{7f}": "\x1b é" });
+        let text = json_text(&value);
+        assert_eq!(text, r#"{"a\u009b\u007f":"\u001b é"}"#);
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
     }
 
     #[test]
