@@ -30,6 +30,14 @@ impl Example {
     }
 }
 
+/// How many of `n` examples are trained on where the last ones, this share of all, are held out:
+/// `floor(n (1 - share))`.
+pub fn kept(n: usize, share: f64) -> usize {
+    // A product such as 10 * 0.2 may fall just short of a whole number.
+    let kept = ((n as f64 * (1.0 - share)) + 1e-9).floor() as usize;
+    kept.min(n)
+}
+
 /// Sequences that go through one graph together. They do not see each other.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Window {

@@ -22,7 +22,7 @@ mod source;
 
 pub use bad::{Bad, Reason};
 pub use error::{BadRow, BadRows, Error, Result, Stopped};
-pub use example::{Example, Window, pack};
+pub use example::{Example, Window, kept, pack};
 pub use fields::{Fields, missing, shown, wrong};
 pub use json::{MAX_DEPTH, MAX_VALUES, parse_json};
 pub use layout::{Content, Layout, Reading};

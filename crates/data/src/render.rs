@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use text::{ChatTemplate, Conversation, Encode, Message, Tokenizer};
+use text::{ChatTemplate, Conversation, Effort, Encode, Message, Tokenizer};
 
 use crate::{Bad, Content, Example, Options, Reason};
 
@@ -75,13 +75,25 @@ impl<'a> Renderer<'a> {
     /// # Errors
     /// Says why there are none. Where it is for a message, the field is `messages[I]`.
     pub fn examples(&self, content: &Content) -> Result<Rendered> {
+        self.examples_while(content, &|| true)
+    }
+
+    /// As [`Renderer::examples`], which may take seconds; `wanted` is asked before each message
+    /// whether anybody still waits.
+    ///
+    /// # Errors
+    /// As [`Renderer::examples`]; or nobody waits.
+    pub fn examples_while(&self, content: &Content, wanted: &dyn Fn() -> bool) -> Result<Rendered> {
         match content {
             Content::Text(text) => Ok(Rendered {
                 examples: self.text(text)?,
                 shortened: false,
                 left_out: BTreeSet::new(),
             }),
-            Content::Chat { messages, tools } => Chat { renderer: self, messages, tools }.fit(),
+            Content::Chat { messages, tools } => {
+                let effort = Effort::new(wanted);
+                Chat { renderer: self, messages, tools, effort: &effort }.fit()
+            }
         }
     }
 
@@ -117,6 +129,8 @@ struct Chat<'a> {
     renderer: &'a Renderer<'a>,
     messages: &'a [Message],
     tools: &'a [serde_json::Value],
+    /// For all that is done to make it fit.
+    effort: &'a Effort<'a>,
 }
 
 impl Chat<'_> {
@@ -129,9 +143,10 @@ impl Chat<'_> {
 
     fn render(&self, messages: &[Message]) -> Result<Conversation> {
         let (template, tokenizer) = (self.template()?, self.renderer.tokenizer);
+        let effort = self.effort;
         match self.renderer.loss_on {
             LossOn::Assistant => {
-                text::conversation(tokenizer, template, messages, self.tools).map_err(bad)
+                text::conversation(tokenizer, template, messages, self.tools, effort).map_err(bad)
             }
             LossOn::All => {
                 let switched = |m: &Message| m.role == "assistant" && (!m.train || m.weight != 1.0);
@@ -143,9 +158,7 @@ impl Chat<'_> {
                     return Err(Bad::field(Reason::BadValue, format!("messages[{i}]"), what));
                 }
                 let text = template.render(messages, self.tools, false).map_err(bad)?;
-                for (i, _) in messages.iter().enumerate().filter(|(_, m)| m.is_trained()) {
-                    text::check_said(template, messages, self.tools, &text, i).map_err(bad)?;
-                }
+                text::check_said(template, messages, self.tools, &text, effort).map_err(bad)?;
                 let ids = text::encode_prompt(tokenizer, &text).map_err(bad)?;
                 if ids.len() < 2 {
                     let what = format!("it makes {} tokens; expected at least 2", ids.len());
@@ -160,7 +173,9 @@ impl Chat<'_> {
     fn fit(&self) -> Result<Rendered> {
         let capacity = self.renderer.capacity();
         let whole = self.render(self.messages)?;
-        let left_out = text::left_out(self.template()?, self.messages, self.tools, &whole.text);
+        let (template, effort) = (self.template()?, self.effort);
+        let left_out = text::left_out(template, self.messages, self.tools, &whole.text, effort);
+        let left_out = left_out.map_err(bad)?;
         let rendered = |fitted, shortened| {
             Ok(Rendered { examples: vec![labelled(fitted)?], shortened, left_out })
         };
@@ -286,7 +301,9 @@ fn bad(e: text::Error) -> Bad {
             Bad::field(Reason::WrongType, at(*index), e.to_string())
         }
         text::Error::Conversation { what } => Bad::row(Reason::NoAssistantTokens, what.clone()),
-        text::Error::TextLength { .. } => Bad::row(Reason::TooLong, e.to_string()),
+        text::Error::TextLength { .. } | text::Error::Effort { .. } => {
+            Bad::row(Reason::TooLong, e.to_string())
+        }
         _ => Bad::row(Reason::Template, e.to_string()),
     }
 }

@@ -54,7 +54,13 @@ fn a_toy_has_a_tokenizer_and_a_chat_template() {
     let shown = model.template().unwrap().render(&messages, &[], false).unwrap();
     assert_eq!(shown, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n");
     // The control tokens are single ones, and the answer carries loss.
-    let made = text::conversation(model.tokenizer(), model.template().unwrap(), &messages, &[]);
+    let made = text::conversation(
+        model.tokenizer(),
+        model.template().unwrap(),
+        &messages,
+        &[],
+        &text::Effort::default(),
+    );
     let made = made.unwrap();
     assert_eq!(made.ids.iter().filter(|&&id| id == 2).count(), 2);
     assert!(made.weights.contains(&0.0) && made.weights.contains(&1.0));

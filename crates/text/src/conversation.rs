@@ -4,10 +4,13 @@ use std::ops::Range;
 
 use serde_json::Value;
 
+use crate::template::Prepared;
 use crate::{ChatTemplate, Content, Encode, Error, Message, Tokenizer};
 
+mod effort;
 mod said;
 
+pub use effort::Effort;
 pub use said::{check_said, left_out};
 
 use said::Written;
@@ -70,24 +73,31 @@ pub fn encode_chat(
 /// that stay as they are, the message is refused. So is one of which the template renders nothing,
 /// or whose tool calls it leaves out.
 ///
+/// Each message that is trained on takes renderings of all before it, which `effort` bounds.
+///
 /// # Errors
-/// The template fails; a turn cannot be found or is not rendered; or no token of it is trained on.
+/// The template fails; a turn cannot be found or is not rendered; no token of it is trained on; or
+/// the effort is at its end.
 pub fn conversation(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
     messages: &[Message],
     tools: &[Value],
+    effort: &Effort<'_>,
 ) -> Result<Conversation, Error> {
-    let full = template.render(messages, tools, false)?;
-    let rendering = Rendering { template, messages, tools, full: &full };
+    let prepared = Prepared::new(messages, tools)?;
+    let full = effort.render(template, &prepared, messages.len(), false)?;
+    let rendering = Rendering { template, messages, prepared, full: &full, effort };
+    let written = Written::new(template, messages, tools, &full, effort);
     let mut spans = Vec::new();
     let mut end = 0;
     for (index, message) in messages.iter().enumerate().filter(|(_, m)| m.is_trained()) {
+        effort.check()?;
         let span = rendering.span(index)?;
         if span.start < end {
             return Err(unclear(index, "writes this turn before the one that comes first"));
         }
-        Written { template, messages, tools, full: &full }.check(index, span.clone())?;
+        written.check(index, span.clone())?;
         end = span.end;
         spans.push((index, message.weight, span));
     }
@@ -131,9 +141,10 @@ fn unclear(index: usize, what: &str) -> Error {
 struct Rendering<'a> {
     template: &'a ChatTemplate,
     messages: &'a [Message],
-    tools: &'a [Value],
+    prepared: Prepared,
     /// The whole, rendered.
     full: &'a str,
+    effort: &'a Effort<'a>,
 }
 
 /// Contents that differ in their first and their last byte, and are words to any template.
@@ -141,7 +152,7 @@ const MARKS: [&str; 2] = ["aQzxKjVwa", "bQzxKjVwb"];
 
 impl Rendering<'_> {
     fn render(&self, upto: usize, generate: bool) -> Result<String, Error> {
-        self.template.render(self.messages.get(..upto).unwrap_or_default(), self.tools, generate)
+        self.effort.render(self.template, &self.prepared, upto, generate)
     }
 
     /// The bytes of a message's turn.
@@ -192,10 +203,11 @@ impl Rendering<'_> {
     /// What the template writes before and after the content of a message, in the conversation of
     /// the first `upto`; none where the content is not written once, as it is.
     fn around(&self, index: usize, upto: usize) -> Option<(String, String)> {
-        let mut messages = self.messages.get(..upto)?.to_vec();
+        let mut message = self.messages.get(index)?.clone();
         let mut marked = |mark: &str| {
-            messages.get_mut(index)?.content = Some(Content::Text(mark.to_owned()));
-            let text = self.template.render(&messages, self.tools, false).ok()?;
+            message.content = Some(Content::Text(mark.to_owned()));
+            let prepared = self.prepared.with(index, &message).ok()?;
+            let text = self.effort.render(self.template, &prepared, upto, false).ok()?;
             let (before, after) = text.split_once(mark)?;
             (!after.contains(mark)).then(|| (before.to_owned(), after.to_owned()))
         };

@@ -87,6 +87,12 @@ pub enum Error {
         /// Why.
         what: String,
     },
+    /// A conversation takes more work than may be done for it.
+    #[error("the conversation is given up: {what}")]
+    Effort {
+        /// Why.
+        what: String,
+    },
     /// A sampler setting is out of range.
     #[error("`{field}` is {found}; expected {expected}")]
     Setting {

@@ -22,7 +22,7 @@ mod template;
 mod tokenizer;
 
 pub use conversation::{
-    Conversation, Turn, check_said, conversation, encode_chat, encode_prompt, left_out,
+    Conversation, Effort, Turn, check_said, conversation, encode_chat, encode_prompt, left_out,
 };
 pub use error::Error;
 pub use message::{Content, Message};

@@ -170,32 +170,85 @@ impl ChatTemplate {
         tools: &[serde_json::Value],
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let render = |parse_arguments| {
-            let messages: Vec<serde_json::Value> = messages
-                .iter()
-                .enumerate()
-                .map(|(index, message)| message.to_template(index, parse_arguments))
-                .collect::<Result<_, _>>()?;
+        let prepared = Prepared::new(messages, tools)?;
+        self.render_prepared(&prepared, messages.len(), add_generation_prompt).map(|(text, _)| text)
+    }
+
+    /// As [`ChatTemplate::render`] of the first `upto` messages, with the steps that the engine
+    /// took.
+    pub(crate) fn render_prepared(
+        &self,
+        prepared: &Prepared,
+        upto: usize,
+        add_generation_prompt: bool,
+    ) -> Result<(String, u64), Error> {
+        let Prepared { parsed, unparsed, first_text, tools } = prepared;
+        let render = |messages: &[Value]| {
             let input = Input {
-                messages,
-                tools: tools.to_vec(),
+                messages: Value::from(messages.get(..upto).unwrap_or(messages).to_vec()),
+                tools: tools.clone(),
                 add_generation_prompt,
                 tokens: self.inner.tokens.clone(),
                 now: self.now,
             };
             match &self.inner.tools {
-                Some(program) if !tools.is_empty() => program.run(input, MAX_TIME),
+                Some(program) if tools.is_some() => program.run(input, MAX_TIME),
                 _ => self.inner.main.run(input, MAX_TIME),
             }
         };
         // Most templates take the arguments of a call as an object and write it as JSON; some
         // take the string that the interface has and join it to others, which an object is not.
-        let objects = render(true);
-        if objects.is_err() && messages.iter().any(Message::has_string_arguments) {
-            return render(false).or(objects);
+        let objects = render(parsed);
+        if objects.is_err() && first_text.is_some_and(|first| first < upto) {
+            return render(unparsed).or(objects);
         }
         objects
     }
+}
+
+/// A conversation as the engine takes it, to be rendered often.
+#[derive(Clone)]
+pub(crate) struct Prepared {
+    /// The messages, with arguments of calls as objects.
+    parsed: Vec<Value>,
+    /// The same with arguments as they came; empty where they are the same.
+    unparsed: Vec<Value>,
+    /// The first message whose arguments are text.
+    first_text: Option<usize>,
+    tools: Option<Value>,
+}
+
+impl Prepared {
+    /// # Errors
+    /// A message has content that is not text.
+    pub(crate) fn new(messages: &[Message], tools: &[serde_json::Value]) -> Result<Self, Error> {
+        let first_text = messages.iter().position(Message::has_string_arguments);
+        let all = |parse: bool| -> Result<Vec<Value>, Error> {
+            let messages = messages.iter().enumerate();
+            messages.map(|(i, message)| of_message(message, i, parse)).collect()
+        };
+        let unparsed = if first_text.is_some() { all(false)? } else { Vec::new() };
+        let tools = (!tools.is_empty()).then(|| Value::from(Serde(tools.to_vec())));
+        Ok(Self { parsed: all(true)?, unparsed, first_text, tools })
+    }
+
+    /// With another content of one message.
+    ///
+    /// # Errors
+    /// As [`Prepared::new`].
+    pub(crate) fn with(&self, index: usize, message: &Message) -> Result<Self, Error> {
+        let mut other = self.clone();
+        for (list, parse) in [(&mut other.parsed, true), (&mut other.unparsed, false)] {
+            if let Some(place) = list.get_mut(index) {
+                *place = of_message(message, index, parse)?;
+            }
+        }
+        Ok(other)
+    }
+}
+
+fn of_message(message: &Message, index: usize, parse_arguments: bool) -> Result<Value, Error> {
+    message.to_template(index, parse_arguments).map(|message| Value::from(Serde(message)))
 }
 
 impl Program {
@@ -222,26 +275,31 @@ impl Program {
         Ok(Self { origin, environment })
     }
 
-    fn run(&self, input: Input, within: Duration) -> Result<String, Error> {
+    /// The text, and the steps it took.
+    fn run(&self, input: Input, within: Duration) -> Result<(String, u64), Error> {
         let Self { origin, environment } = self;
         let (place, environment) = (origin.clone(), Arc::clone(environment));
-        let output = apart(origin, within, move || {
+        let (output, steps) = apart(origin, within, move || {
             let mut output = Bounded(Vec::new());
             let template = environment.get_template(NAME);
-            template
-                .and_then(|t| t.render_captured_to(input.into_context(), &mut output).map(drop))
+            let captured = template
+                .and_then(|t| t.render_captured_to(input.into_context(), &mut output))
                 .map_err(|error| template_error(&place, &error))?;
-            Ok(output.0)
+            let steps = captured.state().fuel_levels().map_or(0, |(consumed, _)| consumed);
+            drop(captured);
+            Ok((output.0, steps))
         })?;
-        String::from_utf8(output)
-            .map_err(|e| Error::Template { origin: origin.clone(), what: e.to_string() })
+        match String::from_utf8(output) {
+            Ok(text) => Ok((text, steps)),
+            Err(e) => Err(Error::Template { origin: origin.clone(), what: e.to_string() }),
+        }
     }
 }
 
 /// What a template is rendered with.
 struct Input {
-    messages: Vec<serde_json::Value>,
-    tools: Vec<serde_json::Value>,
+    messages: Value,
+    tools: Option<Value>,
     add_generation_prompt: bool,
     tokens: SpecialTokens,
     now: Option<i64>,
@@ -251,9 +309,9 @@ impl Input {
     fn into_context(self) -> Value {
         let now = self.now;
         minijinja::context! {
-            messages => Value::from(Serde(self.messages)),
+            messages => self.messages,
             // Absent tools and documents are `None` there, not an empty list.
-            tools => Value::from(Serde((!self.tools.is_empty()).then_some(self.tools))),
+            tools => self.tools.unwrap_or(Value::from(())),
             documents => Value::from(()),
             add_generation_prompt => self.add_generation_prompt,
             bos_token => self.tokens.bos,

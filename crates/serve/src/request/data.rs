@@ -28,6 +28,10 @@ fn bad(field: impl Into<String>, message: impl Into<String>) -> Error {
     Error::new(Code::BadData, message).with_field(field)
 }
 
+fn unwanted() -> Error {
+    Error::new(Code::Stopping, "nobody waits for the answer any more")
+}
+
 /// What a row is, where it is in the request.
 pub(super) struct Row {
     path: String,
@@ -60,9 +64,10 @@ pub(super) fn rows(list: Vec<Value>) -> Result<Vec<Row>> {
 
 impl Row {
     /// The row in a window; `None` where it could not be made to fit.
-    fn fit(&self, renderer: &Renderer<'_>) -> Result<Option<Rendered>> {
-        match renderer.examples(&self.content) {
+    fn fit(&self, renderer: &Renderer<'_>, wanted: &dyn Fn() -> bool) -> Result<Option<Rendered>> {
+        match renderer.examples_while(&self.content, wanted) {
             Ok(rendered) => Ok(Some(rendered)),
+            Err(_) if !wanted() => Err(unwanted()),
             Err(e) => {
                 let unfit = matches!(e.reason, Reason::TruncatedAnswer | Reason::TooLong);
                 if unfit && renderer.fit != Fit::Refuse {
@@ -80,7 +85,7 @@ impl Row {
 }
 
 /// Conversations as examples in windows of at most `window` rows. `wanted` is asked before each
-/// whether anybody still waits for them.
+/// message whether anybody still waits for them.
 pub(super) fn of_rows(
     rows: &[Row],
     host: &Host,
@@ -101,9 +106,9 @@ pub(super) fn of_rows(
     let mut examples = Vec::new();
     for row in rows {
         if !wanted() {
-            return Err(Error::new(Code::Stopping, "nobody waits for the answer any more"));
+            return Err(unwanted());
         }
-        match row.fit(&renderer)? {
+        match row.fit(&renderer, wanted)? {
             None => report.skipped += 1,
             Some(rendered) => {
                 report.truncated += usize::from(rendered.shortened);
@@ -161,11 +166,10 @@ fn starts(tokens: usize, window: usize) -> Vec<usize> {
 }
 
 impl Data {
-    /// Holds the last examples back: what is left is the first `floor(n (1 - share))`.
+    /// Holds the last examples back: what is left is the first [`data::kept`].
     pub(super) fn split(mut self, share: f64) -> Result<Data> {
         let n = self.train.len();
-        // A product such as 100 * 0.93 may fall just short of a whole number.
-        let kept = ((n as f64 * (1.0 - share)) + 1e-9).floor() as usize;
+        let kept = data::kept(n, share);
         if kept == 0 {
             let message = format!(
                 "`val_split` is {share}, which leaves none of {n} examples to train on; use a \
@@ -173,7 +177,7 @@ impl Data {
             );
             return Err(Error::field("val_split", message));
         }
-        self.held_out = self.train.split_off(kept.min(n));
+        self.held_out = self.train.split_off(kept);
         self.forget_seen();
         let labelled = |list: &[Example]| list.iter().map(Example::labelled).sum();
         self.report.train_tokens = self.train.iter().map(|e| e.tokens.len()).sum();

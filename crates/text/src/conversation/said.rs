@@ -1,13 +1,14 @@
 //! Whether a template writes what a conversation says: what it passes over is neither served nor
 //! learned, and nothing else tells.
 
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 use serde_json::Value;
 
 use crate::error::shown;
-use crate::{ChatTemplate, Content, Error, Message};
+use crate::{ChatTemplate, Content, Effort, Error, Message};
 
 /// Most fields of messages that are looked at in one conversation.
 const MAX_FIELDS: usize = 16;
@@ -17,49 +18,73 @@ const MAX_FIELDS: usize = 16;
 const TELLING: usize = 12;
 
 /// A conversation and what a template makes of it.
-#[derive(Copy, Clone)]
 pub(super) struct Written<'a> {
-    pub(super) template: &'a ChatTemplate,
-    pub(super) messages: &'a [Message],
-    pub(super) tools: &'a [Value],
+    template: &'a ChatTemplate,
+    messages: &'a [Message],
+    tools: &'a [Value],
     /// The whole, rendered.
-    pub(super) full: &'a str,
+    full: &'a str,
+    effort: &'a Effort<'a>,
+    marked: OnceCell<BTreeSet<usize>>,
 }
 
 /// Checks that `full`, a conversation as the template renders it, has what the assistant says in
-/// message `index`: its text or its tool calls, and of these all.
+/// all messages that are trained on: their text or their tool calls, and of these all.
 ///
 /// # Errors
-/// [`Error::Unsaid`]; or a part of the content is not text.
+/// [`Error::Unsaid`]; a part of the content is not text; or the effort is at its end.
 pub fn check_said(
     template: &ChatTemplate,
     messages: &[Message],
     tools: &[Value],
     full: &str,
-    index: usize,
+    effort: &Effort<'_>,
 ) -> Result<(), Error> {
-    Written { template, messages, tools, full }.check(index, 0..full.len())
+    let written = Written::new(template, messages, tools, full, effort);
+    for (index, _) in messages.iter().enumerate().filter(|(_, m)| m.is_trained()) {
+        effort.check()?;
+        written.check(index, 0..full.len())?;
+    }
+    Ok(())
 }
 
 /// What of a conversation the template leaves out of `full`, its rendering: the tools, fields of
 /// messages, or what some role says. Each is a name for people, on one line and short. What the
 /// assistant says and is trained on is a matter of [`check_said`].
+///
+/// # Errors
+/// The effort is at its end.
 pub fn left_out(
     template: &ChatTemplate,
     messages: &[Message],
     tools: &[Value],
     full: &str,
-) -> BTreeSet<String> {
-    Written { template, messages, tools, full }.left_out()
+    effort: &Effort<'_>,
+) -> Result<BTreeSet<String>, Error> {
+    Written::new(template, messages, tools, full, effort).left_out()
 }
 
-impl Written<'_> {
+/// What marks begin with.
+const MARK: &str = "QzxKjV";
+
+impl<'a> Written<'a> {
+    pub(super) fn new(
+        template: &'a ChatTemplate,
+        messages: &'a [Message],
+        tools: &'a [Value],
+        full: &'a str,
+        effort: &'a Effort<'a>,
+    ) -> Self {
+        Self { template, messages, tools, full, effort, marked: OnceCell::new() }
+    }
+
     /// Whether the rendering is another one when the messages are changed. If the template then
     /// fails, it does look at what was changed.
     fn changes(&self, tools: &[Value], change: impl FnOnce(&mut Vec<Message>)) -> bool {
         let mut messages = self.messages.to_vec();
         change(&mut messages);
-        self.template.render(&messages, tools, false).map_or(true, |text| text != self.full)
+        let changed = self.effort.render_new(self.template, &messages, tools);
+        changed.map_or(true, |text| text != self.full)
     }
 
     fn changes_one(&self, index: usize, change: impl FnOnce(&mut Message)) -> bool {
@@ -68,6 +93,29 @@ impl Written<'_> {
                 change(message);
             }
         })
+    }
+
+    /// Whether the template writes what a message says, when that is a word or two: a rendering
+    /// with marks in the place of all such messages tells it of all of them, where silencing one
+    /// after the other takes a rendering for each.
+    fn is_marked(&self, index: usize) -> bool {
+        let marked = self.marked.get_or_init(|| {
+            if self.full.contains(MARK) {
+                return BTreeSet::new();
+            }
+            let mut messages = self.messages.to_vec();
+            for (i, message) in messages.iter_mut().enumerate() {
+                let text = message.text(i).ok().flatten();
+                if text.is_some_and(|text| is_plain(&text)) {
+                    message.content = Some(Content::Text(format!("{MARK}{i}w")));
+                }
+            }
+            let text = self.effort.render_new(self.template, &messages, self.tools);
+            let text = text.unwrap_or_default();
+            let numbers = text.split(MARK).skip(1).map(|rest| rest.split_once('w'));
+            numbers.filter_map(|number| number?.0.parse().ok()).collect()
+        });
+        marked.contains(&index)
     }
 
     /// What [`check_said`] does; the message's text is expected in a part of the rendering.
@@ -81,6 +129,7 @@ impl Written<'_> {
         }
         let written = !text.is_empty()
             && (self.full.get(part).is_some_and(|part| has(part, text))
+                || is_plain(text) && self.is_marked(index)
                 || self.changes_one(index, silence));
         let called = calls > 0 && self.changes_one(index, |m| drop_field(m, "tool_calls"));
         let refuse = |all, what: &str| {
@@ -123,7 +172,7 @@ impl Written<'_> {
         Ok(())
     }
 
-    fn left_out(&self) -> BTreeSet<String> {
+    fn left_out(&self) -> Result<BTreeSet<String>, Error> {
         let mut out = BTreeSet::new();
         if !self.tools.is_empty() && !self.changes(&[], |_| {}) {
             out.insert("`tools`".into());
@@ -154,16 +203,27 @@ impl Written<'_> {
             let Ok(Some(text)) = message.text(index) else { continue };
             let text = text.trim();
             let there = text.is_empty() || out.contains(&role) || has(self.full, text);
-            if !there && !self.changes_one(index, silence) {
+            if there || is_plain(text) && self.is_marked(index) {
+                continue;
+            }
+            self.effort.check()?;
+            if !self.changes_one(index, silence) {
                 out.insert(role);
             }
         }
-        out
+        Ok(out)
     }
 }
 
 fn has(rendering: &str, text: &str) -> bool {
     text.len() >= TELLING && rendering.contains(text)
+}
+
+/// Whether a text is but a word or two, which no template takes for anything else.
+fn is_plain(text: &str) -> bool {
+    let text = text.trim();
+    let plain = |c: char| c.is_alphanumeric() || matches!(c, ' ' | '.' | ',' | '!' | '?');
+    text.len() < TELLING && text.chars().any(char::is_alphanumeric) && text.chars().all(plain)
 }
 
 fn silence(message: &mut Message) {

@@ -12,6 +12,15 @@ fn chat() -> Vec<Message> {
     messages(&[("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d e")])
 }
 
+fn whole(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    messages: &[Message],
+    tools: &[Value],
+) -> Result<Conversation, Error> {
+    conversation(tokenizer, template, messages, tools, &Effort::default())
+}
+
 /// The trained tokens in brackets.
 fn marked(tokenizer: &Tokenizer, conversation: &Conversation) -> String {
     assert_eq!(conversation.ids.len(), conversation.weights.len());
@@ -39,7 +48,7 @@ fn template(tokenizer: &Tokenizer, source: &str) -> ChatTemplate {
 fn f40_what_the_assistant_says_and_the_end_of_its_turn_are_trained() {
     let tokenizer = byte_bpe();
     let chatml = ChatTemplate::builtin("chatml", SpecialTokens::of(&tokenizer)).unwrap();
-    let all = conversation(&tokenizer, &chatml, &chat(), &[]).unwrap();
+    let all = whole(&tokenizer, &chatml, &chat(), &[]).unwrap();
     assert_eq!(
         marked(&tokenizer, &all),
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[bb<|im_end|>\n]\
@@ -48,14 +57,14 @@ fn f40_what_the_assistant_says_and_the_end_of_its_turn_are_trained() {
     // A message with "train": false is context.
     let mut some = chat();
     some[1].train = false;
-    let some = conversation(&tokenizer, &chatml, &some, &[]).unwrap();
+    let some = whole(&tokenizer, &chatml, &some, &[]).unwrap();
     assert_eq!(some.ids, all.ids);
     assert!(marked(&tokenizer, &some).contains("assistant\nbb<|im_end|>\n<|im_start|>user"));
     assert_eq!(some.weights.iter().filter(|w| **w != 0.0).count(), 5);
     // A weight is that of its message's tokens, and 0 is no training.
     let mut weighted = chat();
     (weighted[1].weight, weighted[3].weight) = (0.0, 2.5);
-    let weighted = conversation(&tokenizer, &chatml, &weighted, &[]).unwrap();
+    let weighted = whole(&tokenizer, &chatml, &weighted, &[]).unwrap();
     let expected: Vec<f32> = some.weights.iter().map(|w| w * 2.5).collect();
     assert_eq!((&weighted.ids, &weighted.weights), (&all.ids, &expected));
     assert_eq!(weighted.turns, some.turns);
@@ -67,7 +76,7 @@ fn f40_what_the_assistant_says_and_the_end_of_its_turn_are_trained() {
 fn plain_text_of_a_base_model_trains_the_end_too() {
     let tokenizer = small_spm();
     let plain = ChatTemplate::builtin("plain", SpecialTokens::of(&tokenizer)).unwrap();
-    let got = conversation(&tokenizer, &plain, &chat()[..2], &[]).unwrap();
+    let got = whole(&tokenizer, &plain, &chat()[..2], &[]).unwrap();
     assert_eq!(marked(&tokenizer, &got), "<s> User: a\nAssistant:[ bb</s> \n]");
 }
 
@@ -79,7 +88,7 @@ fn f45_one_conversation_has_the_same_tokens_wherever_it_is_used() {
             let template = ChatTemplate::builtin(name, tokens).unwrap();
             for turns in [2usize, 4] {
                 let messages = &chat()[..turns];
-                let trained = conversation(&tokenizer, &template, messages, &[]).unwrap().ids;
+                let trained = whole(&tokenizer, &template, messages, &[]).unwrap().ids;
                 let text = template.render(messages, &[], false).unwrap();
                 assert_eq!(encode_prompt(&tokenizer, &text).unwrap(), trained, "{name}");
                 // A prompt of the chat is where its answer begins in training.
@@ -105,9 +114,8 @@ fn f45_one_conversation_has_the_same_tokens_wherever_it_is_used() {
 fn f39_a_conversation_without_anything_to_train_on_is_refused() {
     let tokenizer = byte_bpe();
     let chatml = ChatTemplate::builtin("chatml", SpecialTokens::of(&tokenizer)).unwrap();
-    let refused = |messages: &[Message]| {
-        conversation(&tokenizer, &chatml, messages, &[]).unwrap_err().to_string()
-    };
+    let refused =
+        |messages: &[Message]| whole(&tokenizer, &chatml, messages, &[]).unwrap_err().to_string();
     let nobody = "the conversation cannot be trained on: it has no message of role \"assistant\" \
                   with \"train\" left on";
     assert_eq!(refused(&[]), nobody);
@@ -123,7 +131,7 @@ fn a_template_that_is_not_prefix_stable_is_refused_by_message() {
     let tokenizer = byte_bpe();
     let refused = |source: &str| {
         let template = template(&tokenizer, source);
-        conversation(&tokenizer, &template, &chat(), &[]).unwrap_err().to_string()
+        whole(&tokenizer, &template, &chat(), &[]).unwrap_err().to_string()
     };
     // Writes the last turn differently.
     let error = refused(
@@ -176,7 +184,7 @@ fn f40_turns_are_found_where_a_template_rewrites_earlier_ones() {
         ("user", "c"),
         ("assistant", "<think>ha</think>\nd"),
     ];
-    let got = conversation(&tokenizer, &qwen3, &messages(&list), &[]).unwrap();
+    let got = whole(&tokenizer, &qwen3, &messages(&list), &[]).unwrap();
     assert_eq!(
         marked(&tokenizer, &got),
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[bb<|im_end|>\n]\
@@ -189,7 +197,7 @@ fn f40_turns_are_found_where_a_template_rewrites_earlier_ones() {
         "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}\
          {% if add_generation_prompt %}assistant:<think>{% endif %}",
     );
-    let got = conversation(&tokenizer, &r1, &chat(), &[]).unwrap();
+    let got = whole(&tokenizer, &r1, &chat(), &[]).unwrap();
     assert_eq!(marked(&tokenizer, &got), "user:a;assistant:[bb;]user:c;assistant:[d e;]");
     // A template that takes no conversation that ends with the assistant, but this one.
     let picky = template(
@@ -197,7 +205,7 @@ fn f40_turns_are_found_where_a_template_rewrites_earlier_ones() {
         "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}\
          {% for m in messages %}{{ m.content }};{% endfor %}",
     );
-    let error = conversation(&tokenizer, &picky, &chat(), &[]).unwrap_err().to_string();
+    let error = whole(&tokenizer, &picky, &chat(), &[]).unwrap_err().to_string();
     assert!(error.contains("refuses the conversation: too short"), "{error}");
 }
 
@@ -211,7 +219,7 @@ fn a_span_within_a_token_is_no_token() {
         &[("user", "a"), ("assistant", "b")][..],
         &[("user", "d"), ("assistant", "c"), ("user", "a"), ("assistant", "b")],
     ] {
-        let error = conversation(&tokenizer, &template, &messages(list), &[]).unwrap_err();
+        let error = whole(&tokenizer, &template, &messages(list), &[]).unwrap_err();
         let expected = format!(
             "message {}: no token begins inside what the assistant says, as the chat template has \
              nothing between that and what is before; use another template",
@@ -226,7 +234,7 @@ fn spans_that_touch_are_both_trained() {
     let tokenizer = byte_bpe();
     let template = template(&tokenizer, "{% for m in messages %}{{ m.content }};{% endfor %}");
     let list = [("user", "a"), ("assistant", "b"), ("assistant", "c"), ("user", "d")];
-    let got = conversation(&tokenizer, &template, &messages(&list), &[]).unwrap();
+    let got = whole(&tokenizer, &template, &messages(&list), &[]).unwrap();
     assert_eq!(marked(&tokenizer, &got), "a;[b;c;]d;");
 }
 
@@ -239,7 +247,7 @@ fn tools_reach_the_template() {
          {% endfor %}",
     );
     let tools = [json!({"name": "f"})];
-    let got = conversation(&tokenizer, &template, &chat()[..2], &tools).unwrap();
+    let got = whole(&tokenizer, &template, &chat()[..2], &tools).unwrap();
     assert_eq!(marked(&tokenizer, &got), "f;a;[bb;]");
 }
 
@@ -263,10 +271,11 @@ fn an_answer_that_the_template_leaves_out_is_refused() {
     let outcome = |source: &str, answer: Message| {
         let list = [Message::new("user", "a"), answer];
         let template = template(&tokenizer, source);
-        match conversation(&tokenizer, &template, &list, &[]) {
+        match whole(&tokenizer, &template, &list, &[]) {
             Err(Error::Unsaid { index: 1, all, what }) => {
                 let full = template.render(&list, &[], false).unwrap();
-                assert!(check_said(&template, &list, &[], &full, 1).is_err());
+                let effort = Effort::default();
+                assert!(check_said(&template, &list, &[], &full, &effort).is_err());
                 Some((all, what))
             }
             other => {
@@ -308,7 +317,11 @@ fn what_a_template_leaves_out_is_named() {
     let named = |source: &str, list: &[Message]| {
         let template = template(&tokenizer, source);
         let full = template.render(list, &tools, false).unwrap();
-        left_out(&template, list, &tools, &full).into_iter().collect::<Vec<_>>().join(", ")
+        left_out(&template, list, &tools, &full, &Effort::default())
+            .unwrap()
+            .into_iter()
+            .collect::<Vec<_>>()
+            .join(", ")
     };
     let chatml = CALLS.replace('N', "0");
     let expected = "`tools`, the messages' \"reasoning_content\", the messages' \"tool_calls\"";
@@ -323,4 +336,67 @@ fn what_a_template_leaves_out_is_named() {
     list[2] = calling("Let me see.", &["f"]);
     let calls = whole.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}");
     assert_eq!(named(&calls, &list), "what is said beside tool calls");
+}
+
+/// Every answer is found by rendering what is before it, so that the work grows with the square of
+/// the messages: it has a bound, and stops when nobody waits.
+#[test]
+fn the_work_for_a_conversation_has_a_bound() {
+    let tokenizer = byte_bpe();
+    let chatml = ChatTemplate::builtin("chatml", SpecialTokens::of(&tokenizer)).unwrap();
+    let long = |n: usize| -> Vec<Message> {
+        let role = |i: usize| if i.is_multiple_of(2) { "user" } else { "assistant" };
+        (0..n).map(|i| Message::new(role(i), ["yes", "no"][i / 2 % 2])).collect()
+    };
+    let some = long(200);
+    let effort = Effort::default();
+    let all = conversation(&tokenizer, &chatml, &some, &[], &effort).unwrap();
+    assert_eq!(all.turns.len(), 100);
+    // As the documentation says: 4,000 of them may be.
+    let steps = effort.steps.get() as f64;
+    let whole = steps * (4000.0f64 / 200.0).powi(2);
+    assert!((0.7..1.0).contains(&(whole / effort.most as f64)), "{steps} steps for 200 messages");
+    let asked = std::cell::Cell::new(0);
+    let stopped = |most: u64, after: usize| {
+        asked.set(0);
+        let wanted = || {
+            asked.set(asked.get() + 1);
+            asked.get() < after
+        };
+        let effort = Effort { most, ..Effort::new(&wanted) };
+        conversation(&tokenizer, &chatml, &some, &[], &effort).unwrap_err().to_string()
+    };
+    let gone = stopped(u64::MAX, 20);
+    assert!(gone.contains("nobody waits") && asked.get() == 20, "{gone}");
+    let endless = stopped(100_000, usize::MAX);
+    assert!(endless.contains("takes more than 100000 steps; split"), "{endless}");
+    assert!(asked.get() > 10, "{}", asked.get());
+}
+
+/// Words that are said often are told from words of the template without a rendering for each.
+#[test]
+fn what_is_said_in_a_word_is_seen_in_one_rendering() {
+    let tokenizer = byte_bpe();
+    let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n\
+        {% if m.role != 'system' and (m.role != 'user' or loop.index > 3) %}{{ m.content }}\
+        {% endif %}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let template = template(&tokenizer, source);
+    // Each is a part of what the template writes of its own.
+    let list = messages(&[
+        ("system", "start"),
+        ("user", "us"),
+        ("assistant", "end"),
+        ("user", "er"),
+        ("assistant", "ass"),
+    ]);
+    let full = template.render(&list, &[], false).unwrap();
+    let left = left_out(&template, &list, &[], &full, &Effort::default()).unwrap();
+    let expected = ["what role \"system\" says", "what role \"user\" says"];
+    assert_eq!(left.into_iter().collect::<Vec<_>>(), expected);
+    check_said(&template, &list, &[], &full, &Effort::default()).unwrap();
+    let silent = self::template(&tokenizer, &source.replace("'system'", "'assistant'"));
+    let full = silent.render(&list, &[], false).unwrap();
+    let error = check_said(&silent, &list, &[], &full, &Effort::default()).unwrap_err();
+    assert!(matches!(error, Error::Unsaid { index: 2, all: true, .. }), "{error}");
 }

@@ -61,8 +61,8 @@ fn work_that_is_one_step_to_the_engine_is_not_waited_for() {
                   {{ a.x == b.x }}";
     let program = Program::parse("p".into(), source).unwrap();
     let input = Input {
-        messages: Vec::new(),
-        tools: Vec::new(),
+        messages: Value::from(Vec::<Value>::new()),
+        tools: None,
         add_generation_prompt: false,
         tokens: tokens(),
         now: None,
