@@ -93,13 +93,20 @@ impl Layout {
             || Layout::ALL.iter().any(|l| l.optional(false).contains(&name))
     }
 
-    /// The layout of a row.
+    /// The layout of a row. A field that says nothing (`null`, or in `cells` of a table an empty
+    /// text) is not there, unless no layout has the others.
     ///
     /// # Errors
     /// No layout has its fields, or several have.
-    pub fn detect(row: &Map<String, Value>) -> Result<Layout> {
-        let fits = |layout: &Layout| layout.forms().iter().any(|form| has(row, form));
-        let found: Vec<Layout> = Layout::ALL.into_iter().filter(fits).collect();
+    pub fn detect(row: &Map<String, Value>, cells: bool) -> Result<Layout> {
+        let fitting = |there: &dyn Fn(&&str) -> bool| -> Vec<Layout> {
+            let fits = |layout: &Layout| layout.forms().iter().any(|form| form.iter().all(there));
+            Layout::ALL.into_iter().filter(fits).collect()
+        };
+        let mut found = fitting(&|field| row.get(*field).is_some_and(|value| says(value, cells)));
+        if found.is_empty() {
+            found = fitting(&|field| row.contains_key(*field));
+        }
         match found.as_slice() {
             [layout] => Ok(*layout),
             [] => Err(none_fits(row)),
@@ -148,7 +155,12 @@ impl Layout {
 type Form = &'static [&'static str];
 
 fn has(row: &Map<String, Value>, form: Form) -> bool {
-    form.iter().all(|field| row.contains_key(*field))
+    form.iter().all(|field| row.get(*field).is_some_and(|value| says(value, false)))
+}
+
+/// Whether a field is there for what it holds: neither `null` nor an empty cell.
+fn says(value: &Value, cell: bool) -> bool {
+    !(value.is_null() || cell && value.as_str() == Some(""))
 }
 
 impl fmt::Display for Layout {
@@ -252,13 +264,13 @@ impl Content {
         ignored: &mut BTreeSet<String>,
     ) -> Result<Content> {
         let mut row = row;
+        if reading.cells {
+            opened(&mut row)?;
+        }
         let form = match reading.strict {
             true => layout.usual(),
             false => layout.form(&row, reading.chosen)?,
         };
-        if reading.cells {
-            opened(&mut row)?;
-        }
         let known = [form, layout.optional(reading.strict)].concat();
         match reading.strict {
             true => check(&row, &known)?,
@@ -289,7 +301,7 @@ impl Content {
 
 /// Cells of a table made what they stand for.
 fn opened(row: &mut Map<String, Value>) -> Result<()> {
-    row.retain(|_, v| !v.is_null() && v.as_str() != Some(""));
+    row.retain(|_, value| says(value, true));
     for field in ["messages", "conversations", "tools"] {
         if let Some(Value::String(json)) = row.get(field) {
             let value = inside(field, json)?;

@@ -170,7 +170,7 @@ pub fn each(
             let result = raw.fields.and_then(|fields| {
                 let layout = match (options.layout, about.layout) {
                     (Some(layout), _) => layout,
-                    (None, before) => agreed(Layout::detect(&fields), before)?,
+                    (None, before) => agreed(Layout::detect(&fields, raw.cells), before)?,
                 };
                 about.layout = Some(layout);
                 let content = Content::read(fields, layout, reading, &mut about.ignored)?;

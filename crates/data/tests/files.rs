@@ -94,6 +94,67 @@ fn rows_have_their_numbers_and_columns_without_meaning_are_listed() {
     assert_eq!(ignored, [vec!["id", "x"], vec!["made"]]);
 }
 
+/// In JSON that is a row the fields may come in any order; a list among them is no list of rows.
+#[test]
+fn a_row_may_begin_with_a_list() {
+    let folder = Folder::new("begins-with-a-list");
+    let chat = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    for (name, list) in [
+        ("tools", tools),
+        ("tags", json!(["x", "y"])),
+        ("meta", json!([{"source": "z"}, 3])),
+        ("none", json!([])),
+    ] {
+        let row = json!({ name: list, "messages": chat });
+        let plain = rows(&[folder.write("a.jsonl", row.to_string())], &Options::default()).unwrap();
+        for file in [
+            folder.write("a.json", serde_json::to_string_pretty(&row).unwrap()),
+            folder.write("b.json", format!("{row:#}\n{row:#}")),
+        ] {
+            let (rows, read) = rows(&[file], &Options::default()).unwrap();
+            assert!(rows.iter().all(|row| row.content == plain.0[0].content), "{name}");
+            assert_eq!(read.files[0].ignored, plain.1.files[0].ignored, "{name}");
+        }
+    }
+    // A list of rows whose first is bad is one all the same, whether it is held back or not.
+    for filler in [0, 3 << 20] {
+        let list = json!([{"mesages": "x".repeat(filler)}, {"messages": chat}]);
+        let file = folder.write("c.json", json!({"version": 1, "rows": list}).to_string());
+        let said = refused(file, "row 1: unknown_layout");
+        assert!(said.contains("is `messages` meant"), "{said}");
+    }
+    refused(folder.write("d.json", "{\"a\": [1], \"b\": [2]}"), "two lists, `a` and `b`");
+    refused(folder.write("e.json", "{\"a\": [1], \"a\": [2]}"), "field `a` occurs twice");
+    refused(folder.write("f.json", "{\"a\": [], \"b\": 1}"), "has no rows");
+}
+
+/// An empty cell is not there, and so is what JSON says is null.
+#[test]
+fn what_says_nothing_is_of_no_layout() {
+    let folder = Folder::new("says-nothing");
+    let content = |name: &str, text: &str| {
+        let (mut rows, read) = rows(&[folder.write(name, text)], &Options::default()).unwrap();
+        assert_eq!(read.files[0].layout, Some(Layout::Prompt), "{name}");
+        rows.remove(0).content
+    };
+    let plain = content("a.jsonl", "{\"prompt\": \"p\", \"completion\": \"c\"}");
+    for (name, text) in [
+        ("b.csv", "text,prompt,completion\n,p,c\n"),
+        ("c.csv", "prompt,response,completion\np,,c\n"),
+        ("d.jsonl", "{\"text\": null, \"prompt\": \"p\", \"completion\": \"c\"}"),
+        ("e.jsonl", "{\"response\": null, \"prompt\": \"p\", \"completion\": \"c\"}"),
+    ] {
+        assert_eq!(content(name, text), plain, "{name}");
+    }
+    // Which layout a row has that lacks something, its columns say.
+    refused(folder.write("f.csv", "prompt,completion\np,\n"), "row 1: missing_field: `completion`");
+    refused(folder.write("g.csv", "text,prompt,completion\nt,p,c\n"), "several layouts fit");
+    // In JSON an empty text says that it is empty.
+    let both = "{\"text\": \"\", \"prompt\": \"p\", \"completion\": \"c\"}";
+    refused(folder.write("h.jsonl", both), "several layouts fit");
+}
+
 #[track_caller]
 fn refused(file: PathBuf, part: &str) -> String {
     let name = file.display().to_string();

@@ -121,9 +121,11 @@ impl<'de> Visitor<'de> for Document<'_, '_, '_> {
     fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<(), A::Error> {
         let budget = Budget::default();
         let mut row = Map::new();
-        let mut list = None;
+        // A list that is one of rows, and others, of which one may be.
+        let (mut list, mut held) = (None, Vec::<(String, Vec<Value>)>::new());
         while let Some(key) = from.next_key::<String>()? {
-            if row.contains_key(&key) || list.as_ref() == Some(&key) {
+            let is_held = held.iter().any(|(name, _)| *name == key);
+            if row.contains_key(&key) || list.as_ref() == Some(&key) || is_held {
                 return Err(A::Error::custom(format!("field `{key}` occurs twice")));
             }
             if Layout::is_field(&key) || row.keys().any(|k| Layout::is_field(k)) {
@@ -132,81 +134,126 @@ impl<'de> Visitor<'de> for Document<'_, '_, '_> {
                 continue;
             }
             match from.next_value_seed(Member { state: &mut *self.state, budget: &budget })? {
-                Some(value) => drop(row.insert(key, value)),
-                None => {
+                Found::Value(value) => drop(row.insert(key, value)),
+                Found::List(values) => held.push((key, values)),
+                Found::Rows => {
                     if let Some(first) = list {
-                        return Err(A::Error::custom(format!(
-                            "it holds two lists, `{first}` and `{key}`; expected one list of rows"
-                        )));
+                        return Err(two(&first, &key));
                     }
                     list = Some(key);
                 }
             }
         }
-        match list {
-            None => self.state.row(Value::Object(row)),
-            Some(list) => match row.keys().find(|k| Layout::means(k)) {
-                Some(field) => Err(A::Error::custom(format!(
-                    "it has both a list `{list}` and a field `{field}`; expected a list of rows, \
-                     or a row"
-                ))),
-                None => Ok(()),
-            },
+        let is_row = row.keys().any(|k| Layout::is_field(k));
+        if list.is_none() && (is_row || held.is_empty()) {
+            row.extend(held.into_iter().map(|(key, values)| (key, Value::Array(values))));
+            return self.state.row(Value::Object(row));
         }
+        let mut held = held.into_iter();
+        let (list, values) = match (list, held.next()) {
+            (Some(list), None) => (list, Vec::new()),
+            (Some(list), Some((other, _))) => return Err(two(&list, &other)),
+            (None, first) => first.unwrap_or_default(),
+        };
+        if let Some((other, _)) = held.next() {
+            return Err(two(&list, &other));
+        }
+        if let Some(field) = row.keys().find(|k| Layout::means(k)) {
+            return Err(A::Error::custom(format!(
+                "it has both a list `{list}` and a field `{field}`; expected a list of rows, or a \
+                 row"
+            )));
+        }
+        values.into_iter().try_for_each(|value| self.state.row(value))
     }
 }
 
-/// A member of an object: a list is one of rows, and goes to the sink; anything else is a value.
+fn two<E: serde::de::Error>(first: &str, second: &str) -> E {
+    E::custom(format!("it holds two lists, `{first}` and `{second}`; expected one list of rows"))
+}
+
+/// Bytes of a list, at about, that are held back until it is known whether it is one of rows.
+const HELD: u64 = 1 << 20;
+
+/// What a member of an object is.
+enum Found {
+    Value(Value),
+    /// A list whose first element is no row: the value of a field, or a list of rows of which the
+    /// first is bad.
+    List(Vec<Value>),
+    /// A list of rows, which have gone to the sink.
+    Rows,
+}
+
+/// Whether a value is a row of some layout, as far as its fields tell.
+fn is_row(value: &Value) -> bool {
+    value.as_object().is_some_and(|map| map.keys().any(|k| Layout::is_field(k)))
+}
+
+/// A member of an object: a list of rows goes to the sink, which no memory need hold.
 struct Member<'d, 's, 'k, 'b> {
     state: &'d mut State<'s, 'k>,
     budget: &'b Budget,
 }
 
 impl<'de> DeserializeSeed<'de> for Member<'_, '_, '_, '_> {
-    type Value = Option<Value>;
+    type Value = Found;
 
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Option<Value>, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Found, D::Error> {
         from.deserialize_any(self)
     }
 }
 
 impl<'de> Visitor<'de> for Member<'_, '_, '_, '_> {
-    type Value = Option<Value>;
+    type Value = Found;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("JSON")
     }
 
-    fn visit_unit<E>(self) -> Result<Option<Value>, E> {
-        Ok(Some(Value::Null))
+    fn visit_unit<E>(self) -> Result<Found, E> {
+        Ok(Found::Value(Value::Null))
     }
 
-    fn visit_bool<E>(self, v: bool) -> Result<Option<Value>, E> {
-        Ok(Some(v.into()))
+    fn visit_bool<E>(self, v: bool) -> Result<Found, E> {
+        Ok(Found::Value(v.into()))
     }
 
-    fn visit_i64<E>(self, v: i64) -> Result<Option<Value>, E> {
-        Ok(Some(v.into()))
+    fn visit_i64<E>(self, v: i64) -> Result<Found, E> {
+        Ok(Found::Value(v.into()))
     }
 
-    fn visit_u64<E>(self, v: u64) -> Result<Option<Value>, E> {
-        Ok(Some(v.into()))
+    fn visit_u64<E>(self, v: u64) -> Result<Found, E> {
+        Ok(Found::Value(v.into()))
     }
 
-    fn visit_f64<E>(self, v: f64) -> Result<Option<Value>, E> {
-        Ok(Some(v.into()))
+    fn visit_f64<E>(self, v: f64) -> Result<Found, E> {
+        Ok(Found::Value(v.into()))
     }
 
-    fn visit_str<E>(self, v: &str) -> Result<Option<Value>, E> {
-        Ok(Some(v.into()))
+    fn visit_str<E>(self, v: &str) -> Result<Found, E> {
+        Ok(Found::Value(v.into()))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, from: A) -> Result<Option<Value>, A::Error> {
-        Document { state: self.state }.visit_seq(from).map(|()| None)
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Found, A::Error> {
+        let mut held = Vec::new();
+        let before = self.state.row.get();
+        loop {
+            let budget = Budget::default();
+            let Some(value) = from.next_element_seed(budget.seed())? else {
+                return Ok(Found::List(held));
+            };
+            let first = held.is_empty() && is_row(&value);
+            held.push(value);
+            if first || before.saturating_sub(self.state.row.get()) > HELD {
+                held.into_iter().try_for_each(|value| self.state.row(value))?;
+                return Document { state: self.state }.visit_seq(from).map(|()| Found::Rows);
+            }
+        }
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, from: A) -> Result<Option<Value>, A::Error> {
-        self.budget.seed().visit_map(from).map(Some)
+    fn visit_map<A: MapAccess<'de>>(self, from: A) -> Result<Found, A::Error> {
+        self.budget.seed().visit_map(from).map(Found::Value)
     }
 }
 
