@@ -4,7 +4,9 @@
 //! parameter, and under the metadata key `gradus.checkpoint` a JSON object with everything else.
 
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::SafeTensors;
@@ -14,21 +16,27 @@ use crate::moved::Moved;
 use crate::{Error, Example, Result};
 
 /// The version of the files written here.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// The metadata key of everything that is no tensor.
 const KEY: &str = "gradus.checkpoint";
 
-/// The file in a folder of checkpoints that its run has locked.
-const LOCK: &str = "lock";
+/// The file in a folder of checkpoints that its run has locked. Where it is, the folder has been
+/// claimed by a run before: what is called like a checkpoint there is one.
+const LOCK: &str = "gradus.lock";
 
 /// The file in a folder of checkpoints that says where the run is recorded.
-const RECORD: &str = "run";
+const RECORD: &str = "gradus.run";
+
+/// Longest header of a file of tensors, in bytes, as the format has it.
+const LONGEST_HEADER: u64 = 100_000_000;
 
 /// What two runs must have in common for one to go on where the other stopped.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Identity {
     pub(crate) settings: Map<String, Value>,
+    /// Of the adapter it went on with, see [`digest_start`]; a fresh one follows from the settings.
+    pub(crate) start: Option<u64>,
     pub(crate) data: u64,
     pub(crate) model: u64,
     pub(crate) family: String,
@@ -91,6 +99,25 @@ pub(crate) fn digest(parts: [&[Example]; 2]) -> u64 {
     hash.finish()
 }
 
+/// A hash of the adapter that a run goes on with, its scales, which no checkpoint holds, and the
+/// moments that moved it so far.
+pub(crate) fn digest_start(adapter: &model::Adapter, optimizer: &crate::Optimizer) -> u64 {
+    let mut hash = model::Fnv::default();
+    for (name, pair) in &adapter.tensors {
+        hash.add(name.as_bytes());
+        hash.add(&(pair.rank as u64).to_le_bytes());
+        hash.add(&pair.scale.to_bits().to_le_bytes());
+        hash.add(bytemuck::cast_slice(&pair.a));
+        hash.add(bytemuck::cast_slice(&pair.b));
+    }
+    hash.add(&optimizer.steps.to_le_bytes());
+    for (name, moments) in &optimizer.moments {
+        hash.add(name.as_bytes());
+        moments.iter().for_each(|moment| hash.add(bytemuck::cast_slice(moment)));
+    }
+    hash.finish()
+}
+
 impl Snapshot {
     pub(crate) fn new(identity: Identity, cursor: Cursor) -> Snapshot {
         Snapshot { identity, cursor, tensors: BTreeMap::new() }
@@ -124,7 +151,7 @@ impl Snapshot {
 
     /// What it holds, if it is of the run that asks.
     pub(crate) fn of(self, run: &Identity, any_family: bool) -> Result<(Cursor, Tensors)> {
-        let Identity { settings, data, model, family } = &self.identity;
+        let Identity { settings, start, data, model, family } = &self.identity;
         let differs = |what: &str| {
             Err(Error::Setting(format!(
                 "the checkpoint is of {what}; give the same, or start anew without it"
@@ -145,6 +172,20 @@ impl Snapshot {
                 ));
             }
         }
+        match (start, run.start) {
+            (Some(_), None) => {
+                return differs("a run that went on with an adapter (`from`), this one has none");
+            }
+            (None, Some(_)) => {
+                return differs(
+                    "a run without an adapter to go on with, this one has one (`from`)",
+                );
+            }
+            (Some(then), Some(now)) if *then != now => {
+                return differs("a run that went on with another adapter (`from`)");
+            }
+            _ => {}
+        }
         if *data != run.data {
             return differs("other data");
         }
@@ -159,7 +200,7 @@ impl Snapshot {
     }
 
     fn header(&self) -> Value {
-        let Identity { settings, data, model, family } = &self.identity;
+        let Identity { settings, start, data, model, family } = &self.identity;
         let Cursor { steps, first_step, next, epoch_loss, last_loss, best, due, moved } =
             &self.cursor;
         // Floats by their bits: a decimal need not come back the same.
@@ -167,6 +208,7 @@ impl Snapshot {
         json!({
             "version": VERSION,
             "settings": settings,
+            "start": start,
             "data": data,
             "model": model,
             "family": family,
@@ -190,6 +232,10 @@ impl Snapshot {
         };
         let identity = Identity {
             settings: header.get("settings")?.as_object()?.clone(),
+            start: match header.get("start")? {
+                Value::Null => None,
+                start => Some(start.as_u64()?),
+            },
             data: number("data")?,
             model: number("model")?,
             family: header.get("family")?.as_str()?.to_string(),
@@ -342,17 +388,48 @@ impl Checkpoints {
         }
     }
 
-    /// Files and their steps, first to last.
+    /// Files by their names and their steps, first to last.
     fn files(&self) -> Vec<(u64, PathBuf)> {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let step = |path: PathBuf| {
-            let name = path.file_name()?.to_str()?;
-            let step = name.strip_prefix("step-")?.strip_suffix(".safetensors")?;
-            Some((step.parse().ok()?, path))
-        };
-        let mut files: Vec<_> = entries.filter_map(|e| step(e.path())).collect();
+        let named = entries.filter_map(|e| Some((step_of(&e.file_name())?, e.path())));
+        let mut files: Vec<_> = named.collect();
         files.sort();
         files
+    }
+
+    /// Whether a run may use the folder, which need not be there: what is called like a checkpoint
+    /// in it is one. What is called otherwise is nobody's business here, and stays.
+    ///
+    /// # Errors
+    /// Names a file that is none.
+    pub fn check(&self) -> Result<()> {
+        if self.folder.join(LOCK).exists() {
+            return Ok(());
+        }
+        match self.files().into_iter().find(|(_, path)| !is_checkpoint(path)) {
+            None => Ok(()),
+            Some((_, path)) => Err(Error::Setting(format!(
+                "{} is called like a checkpoint and is none that can be read; choose another \
+                 folder for checkpoints, or move it away",
+                path.display()
+            ))),
+        }
+    }
+
+    /// The folder that those of an earlier run are moved to.
+    fn old(&self) -> Result<Checkpoints> {
+        // `.` has no name to put something behind.
+        let folder = match self.folder.file_name() {
+            Some(_) => self.folder.clone(),
+            None => self.folder.canonicalize().map_err(|e| self.failed(e))?,
+        };
+        let mut old = folder.into_os_string();
+        old.push(".old");
+        Ok(Checkpoints::new(PathBuf::from(old), self.keep))
+    }
+
+    fn failed(&self, e: std::io::Error) -> Error {
+        Error::File(format!("cannot use the folder {}: {e}", self.folder.display()))
     }
 
     /// Takes the folder for a run, which has it until the lock is dropped. Where the run does not
@@ -360,16 +437,15 @@ impl Checkpoints {
     /// `.old` behind it, which is given back: steps of two runs are not told apart by their files.
     ///
     /// # Errors
-    /// When another process has it, or the folder cannot be made or its files moved.
+    /// As [`Checkpoints::check`]; when another process has the folder, or it cannot be made or its
+    /// files moved.
     pub fn claim(&self, goes_on: bool) -> Result<(files::Lock, Option<PathBuf>)> {
-        let failed = |e: std::io::Error| {
-            Error::File(format!("cannot use the folder {}: {e}", self.folder.display()))
-        };
+        self.check()?;
         let path = self.folder.join(LOCK);
         // A run that has just ended may have removed it again.
         let lock = loop {
-            std::fs::create_dir_all(&self.folder).map_err(failed)?;
-            let lock = files::Lock::take(&path).map_err(failed)?.ok_or_else(|| {
+            std::fs::create_dir_all(&self.folder).map_err(|e| self.failed(e))?;
+            let lock = files::Lock::take(&path).map_err(|e| self.failed(e))?.ok_or_else(|| {
                 Error::File(format!(
                     "another run writes its checkpoints to {}; wait for its end, or choose another \
                      folder",
@@ -384,28 +460,28 @@ impl Checkpoints {
         if goes_on || earlier.is_empty() {
             return Ok((lock, None));
         }
-        let mut old = self.folder.clone().into_os_string();
-        old.push(".old");
-        let old = PathBuf::from(old);
-        Checkpoints::new(old.clone(), 1).clear();
-        std::fs::create_dir_all(&old).map_err(failed)?;
-        for (_, from) in &earlier {
-            std::fs::rename(from, old.join(from.file_name().unwrap_or_default()))
-                .map_err(failed)?;
-        }
+        let old = self.old()?;
+        old.check()?;
+        old.clear();
+        let moved = || -> std::io::Result<()> {
+            std::fs::create_dir_all(&old.folder)?;
+            File::create(old.folder.join(LOCK))?;
+            for (_, from) in &earlier {
+                std::fs::rename(from, old.folder.join(from.file_name().unwrap_or_default()))?;
+            }
+            Ok(())
+        };
+        moved().map_err(|e| old.failed(e))?;
         // Where the record of the earlier run is.
-        let _ = std::fs::rename(self.folder.join(RECORD), old.join(RECORD));
-        Ok((lock, Some(old)))
+        let _ = std::fs::rename(self.folder.join(RECORD), old.folder.join(RECORD));
+        Ok((lock, Some(old.folder)))
     }
 
     /// Removes what processes left that were killed while they wrote.
     fn sweep(&self) {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        for path in entries.map(|e| e.path()) {
-            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
-            if name.starts_with(".step-") && name.ends_with(".tmp") {
-                let _ = std::fs::remove_file(path);
-            }
+        for entry in entries.filter(|e| is_partial(&e.file_name())) {
+            let _ = std::fs::remove_file(entry.path());
         }
     }
 
@@ -414,10 +490,7 @@ impl Checkpoints {
     /// # Errors
     /// Names the file and what the system said; earlier checkpoints are as they were.
     pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
-        let failed = |e: std::io::Error| {
-            Error::File(format!("cannot make the folder {}: {e}", self.folder.display()))
-        };
-        std::fs::create_dir_all(&self.folder).map_err(failed)?;
+        std::fs::create_dir_all(&self.folder).map_err(|e| self.failed(e))?;
         self.sweep();
         let path = self.folder.join(format!("step-{:08}.safetensors", snapshot.steps()));
         snapshot.write(&path)?;
@@ -451,7 +524,7 @@ impl Checkpoints {
         earlier.map(|(_, path)| Snapshot::read(&path)).find_map(Result::ok)
     }
 
-    /// Removes them all, and the folder when it is empty then.
+    /// Removes them all and what a run has beside them, and the folder when it is empty then.
     pub fn clear(&self) {
         self.sweep();
         for (_, path) in self.files() {
@@ -461,4 +534,40 @@ impl Checkpoints {
         let _ = std::fs::remove_file(self.folder.join(LOCK));
         let _ = std::fs::remove_dir(&self.folder);
     }
+}
+
+/// The step of a checkpoint, by the name of its file.
+fn step_of(name: &OsStr) -> Option<u64> {
+    let digits = name.to_str()?.strip_prefix("step-")?.strip_suffix(".safetensors")?;
+    let digits = Some(digits).filter(|d| d.len() >= 8 && d.bytes().all(|b| b.is_ascii_digit()));
+    digits?.parse().ok()
+}
+
+/// Whether a file has the name of a checkpoint that is being written.
+fn is_partial(name: &OsStr) -> bool {
+    let inner = || name.to_str()?.strip_prefix('.')?.strip_suffix(".tmp");
+    // The end of the checkpoint's own name may be followed by something.
+    let whole = |inner: &str| inner.find(".safetensors").map(|at| at + ".safetensors".len());
+    inner().is_some_and(|inner| {
+        let name = whole(inner).and_then(|end| inner.get(..end));
+        name.is_some_and(|name| step_of(OsStr::new(name)).is_some())
+    })
+}
+
+/// Whether the header of a file says that it is a checkpoint.
+fn is_checkpoint(path: &Path) -> bool {
+    let header = || -> std::io::Result<Vec<u8>> {
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(std::io::ErrorKind::InvalidInput.into());
+        }
+        let mut file = File::open(path)?;
+        let mut len = [0; 8];
+        file.read_exact(&mut len)?;
+        let mut header = Vec::new();
+        file.take(u64::from_le_bytes(len).min(LONGEST_HEADER)).read_to_end(&mut header)?;
+        Ok(header)
+    };
+    let Ok(header) = header() else { return false };
+    let Ok(header) = serde_json::from_slice::<Value>(&header) else { return false };
+    header.get("__metadata__").is_some_and(|metadata| metadata.get(KEY).is_some())
 }

@@ -311,13 +311,18 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         Ok(largest)
     }
 
-    /// What the graphs of a window cost, which are built if they are new.
+    /// What the graphs of a window cost, which are built if they are new; `forward` of an evaluation.
     ///
     /// # Errors
     /// As [`Gradients::prepare`].
-    pub fn cost(&mut self, window: &Window, parameters: &Parameters) -> Result<graph::Cost> {
+    pub fn cost(
+        &mut self,
+        window: &Window,
+        forward: bool,
+        parameters: &Parameters,
+    ) -> Result<graph::Cost> {
         let mut cost = graph::Cost::default();
-        for kind in self.kinds(window, false, parameters)? {
+        for kind in self.kinds(window, forward, parameters)? {
             let i = self.build(kind, parameters)?;
             self.built.get(i).into_iter().for_each(|built| cost += built.placed.cost());
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use graph::{Device, Stop};
 use model::{Adapter, Model};
 
-use crate::checkpoint::{Cursor, Identity, Snapshot, digest};
+use crate::checkpoint::{Cursor, Identity, Snapshot, digest, digest_start};
 use crate::epochs::Epochs;
 use crate::held_out::HeldOut;
 use crate::moved::{Moved, Summary};
@@ -156,6 +156,8 @@ pub struct Trainer<M> {
     held_out: Vec<Window>,
     /// Of all examples, those held out included.
     data: u64,
+    /// Of the adapter it goes on with.
+    start: Option<u64>,
     epochs: Epochs,
     steps: u64,
     first_step: u64,
@@ -168,6 +170,7 @@ pub struct Trainer<M> {
     work: Work,
     measure_first: bool,
     checkpoint_every: u64,
+    may_end_early: bool,
 }
 
 impl<M: Deref<Target = Model>> Trainer<M> {
@@ -188,6 +191,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         config.check()?;
         let TrainConfig { targets, seed, method, weight_decay, .. } = &config;
         let fresh = Optimizer::new(*method, *weight_decay);
+        let began = start.from.as_ref().map(|(adapter, moved)| digest_start(adapter, moved));
         let (adapter, optimizer) = match start.from {
             Some((adapter, optimizer)) => (Some(adapter), optimizer),
             None if targets.is_empty() && config.weights.is_empty() => {
@@ -239,6 +243,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             examples: Arc::new([]),
             held_out: Vec::new(),
             data: 0,
+            start: began,
             epochs: Epochs::new(0, 0),
             steps: 0,
             next: (0, 0),
@@ -248,6 +253,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             work: Work::Done,
             measure_first: false,
             checkpoint_every: 0,
+            may_end_early: false,
         })
     }
 
@@ -256,29 +262,45 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         &self.gradients
     }
 
-    /// What the graphs of all steps to come cost, after [`Trainer::load`].
+    /// What the graphs of all steps and evaluations to come cost, after [`Trainer::load`].
     ///
     /// # Errors
     /// As [`Gradients::prepare`].
     pub fn cost(&mut self) -> Result<graph::Cost> {
+        let mut evaluation = graph::Cost::default();
+        for window in &self.held_out {
+            evaluation += self.gradients.cost(window, true, &self.parameters)?;
+        }
         // Windows that go through the same graphs cost the same: few differ.
         let mut known: BTreeMap<(usize, usize), graph::Cost> = BTreeMap::new();
         let mut cost = graph::Cost::default();
+        if matches!(&self.work, Work::HeldOut(_)) {
+            cost += evaluation;
+        }
+        let TrainConfig { accumulate, eval_every: every, .. } = self.config;
+        let mut step = self.steps();
         let (first, next) = self.next;
         for e in first..self.epochs.counts().len() {
             let Trainer { epochs, gradients, examples, .. } = self;
             let windows = epochs.windows(e, &|order| gradients.pack(examples, order))?.to_vec();
-            for chosen in windows.iter().skip(if e == first { next } else { 0 }) {
+            let rest = windows.get(if e == first { next } else { 0 }..).unwrap_or_default();
+            for chosen in rest {
                 let window = Window::of(&self.examples, chosen);
                 let labelled = window.examples.iter().map(Example::labelled).sum::<usize>();
                 let key = (window.rows(), labelled.next_multiple_of(64));
                 let of = match known.get(&key) {
                     Some(of) => *of,
-                    None => self.gradients.cost(&window, &self.parameters)?,
+                    None => self.gradients.cost(&window, false, &self.parameters)?,
                 };
                 known.insert(key, of);
                 cost += of;
             }
+            let steps = rest.len().div_ceil(accumulate) as u64;
+            // Between two steps of the epoch, and after its last.
+            let between = |at: u64| every > 0 && (step + at).is_multiple_of(every);
+            let evaluations = 1 + (1..steps).filter(|&at| between(at)).count();
+            (0..evaluations).for_each(|_| cost += evaluation);
+            step += steps;
         }
         Ok(cost)
     }
@@ -384,6 +406,12 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.checkpoint_every = steps;
     }
 
+    /// Plans the copy of a [`Trainer::snapshot`] that is taken where the run ends early, whether
+    /// there are checkpoints before or not.
+    pub fn may_end_early(&mut self) {
+        self.may_end_early = true;
+    }
+
     /// Bytes that a run takes beside the model: arenas, what crosses between devices, and for each
     /// number that moves itself, its gradient, its moments, the best so far where that is kept, and
     /// all but the gradient once more where checkpoints are taken; and one tensor's gradient of one
@@ -403,9 +431,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.gradients.planned_bytes() + self.parameter_bytes_with(copy)
     }
 
-    /// A run that ends before its first checkpoint copies nothing.
+    /// A run that is stopped before its first checkpoint copies as much as one that comes to it.
     fn copies(&self) -> bool {
-        self.checkpoint_every > 0 && self.checkpoint_every <= self.steps
+        self.checkpoint_every > 0 || self.may_end_early
     }
 
     fn parameter_bytes_with(&self, copy: bool) -> usize {
@@ -418,6 +446,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let model = self.gradients.model();
         Identity {
             settings: self.config.settings(),
+            start: self.start,
             data: self.data,
             model: model.fingerprint(),
             family: model.device().family().to_string(),

@@ -243,16 +243,113 @@ fn damaged_checkpoints_are_named_and_passed_over() {
     }
     // A header that lies.
     let header =
-        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":2", "\\\"version\\\":9", 1);
+        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":3", "\\\"version\\\":9", 1);
     assert!(header.contains("\\\"version\\\":9"));
-    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":2").unwrap();
+    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":3").unwrap();
     let mut lies = bytes.clone();
     lies[at + 12] = b'9';
     std::fs::write(last, &lies).unwrap();
     let e = Snapshot::read(last).unwrap_err().to_string();
-    assert!(e.ends_with("its version is 9, expected 2"), "{e}");
+    assert!(e.ends_with("its version is 9, expected 3"), "{e}");
     checkpoints.clear();
     assert!(!checkpoints.folder().exists());
+}
+
+/// What others have in a folder of checkpoints is theirs.
+#[test]
+fn files_of_others_stay_in_a_folder_of_checkpoints() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let (_, mut snapshots, _) = run(trainer(&model, &config(&model)));
+    snapshots.dedup_by_key(|(_, snapshot)| snapshot.steps());
+    let (place, _) = (folder("others"), folder("others.old"));
+    std::fs::create_dir(&place).unwrap();
+    let names = ["run", "lock", ".tmpABC", ".step-notes.tmp", "step-7.safetensors", "step-one"];
+    let theirs = || names.map(|name| std::fs::read_to_string(place.join(name)).ok());
+    names.iter().for_each(|name| std::fs::write(place.join(name), name).unwrap());
+    let whole = names.map(|name| Some(name.to_string()));
+    // What a killed process left is ours.
+    let partial = place.join(".step-00000009.safetensors.tmp");
+    std::fs::write(&partial, "half").unwrap();
+    let checkpoints = Checkpoints::new(place.clone(), 1);
+    let (lock, old) = checkpoints.claim(false).unwrap();
+    assert_eq!((theirs(), old), (whole.clone(), None));
+    snapshots.iter().for_each(|(_, snapshot)| drop(checkpoints.write(snapshot).unwrap()));
+    assert!(!partial.exists());
+    assert_eq!(theirs(), whole);
+    drop(lock);
+    // Another run moves ours aside, and no others.
+    let (lock, old) = checkpoints.claim(false).unwrap();
+    let old = old.unwrap();
+    assert_eq!((theirs(), old.file_name().unwrap()), (whole.clone(), "others.old".as_ref()));
+    assert!(Checkpoints::new(old.clone(), 1).last().unwrap().is_some());
+    checkpoints.write(&snapshots[0].1).unwrap();
+    checkpoints.clear();
+    drop(lock);
+    assert_eq!(theirs(), whole);
+    assert_eq!(std::fs::read_dir(&place).unwrap().count(), names.len());
+    std::fs::remove_dir_all(&old).unwrap();
+
+    // What is called like a checkpoint and is none is not written over, moved or removed, and
+    // neither is it in the folder that earlier ones are moved to.
+    let foreign = place.join("step-00000001.safetensors");
+    std::fs::write(&foreign, "theirs").unwrap();
+    let refused = |checkpoints: &Checkpoints| {
+        let e = checkpoints.claim(false).unwrap_err().to_string();
+        assert!(e.contains("step-00000001.safetensors is called like a checkpoint"), "{e}");
+        assert_eq!(std::fs::read_to_string(&foreign).unwrap(), "theirs");
+    };
+    refused(&checkpoints);
+    assert!(checkpoints.check().is_err());
+    let earlier = Checkpoints::new(place.clone(), 1);
+    std::fs::rename(&place, place.with_extension("moved")).unwrap();
+    drop(earlier.claim(false).unwrap());
+    earlier.write(&snapshots[0].1).unwrap();
+    std::fs::rename(place.with_extension("moved"), place.with_extension("old")).unwrap();
+    let foreign = place.with_extension("old").join("step-00000001.safetensors");
+    assert!(earlier.claim(false).is_err());
+    assert_eq!(std::fs::read_to_string(foreign).unwrap(), "theirs");
+    assert!(earlier.last().unwrap().is_some());
+    // Checkpoints that somebody has copied are checkpoints.
+    std::fs::remove_file(place.join("gradus.lock")).unwrap();
+    earlier.check().unwrap();
+    drop(earlier.claim(true).unwrap());
+}
+
+/// The adapter that a run goes on with decides what comes of it, and so do its scales, which no
+/// checkpoint has.
+#[test]
+fn a_run_that_went_on_with_another_adapter_is_refused() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let start = |change: &dyn Fn(&mut model::Adapter)| {
+        let config = config(&model);
+        let mut adapter = model::Adapter::fresh(&model, config.ranks(), 12.0, 5).unwrap();
+        change(&mut adapter);
+        let optimizer = train::Optimizer::new(config.method, config.weight_decay);
+        let start = train::Start { from: Some((adapter, optimizer)), fallback: None };
+        let mut trainer = Trainer::start(&model, config, start).unwrap();
+        trainer.load(examples(5, &[9, 31]), examples(77, &[9, 20])).unwrap();
+        trainer
+    };
+    let fresh = || {
+        let mut trainer = Trainer::new(&model, config(&model)).unwrap();
+        trainer.load(examples(5, &[9, 31]), examples(77, &[9, 20])).unwrap();
+        trainer
+    };
+    let name = "blk.0.attn_q.weight";
+    let snapshot = start(&|_| ()).snapshot();
+    let file = folder("from").with_extension("safetensors");
+    snapshot.write(&file).unwrap();
+    let read = Snapshot::read(&file).unwrap();
+    start(&|_| ()).restore(read, false).unwrap();
+    let refused = |mut trainer: Trainer<&Model>, snapshot: &Snapshot, what: &str| {
+        let e = trainer.restore(snapshot.clone(), false).unwrap_err().to_string();
+        assert!(e.starts_with("the checkpoint is of a run ") && e.contains(what), "{e}");
+    };
+    let other = "went on with another adapter";
+    refused(start(&|a| a.tensors.get_mut(name).unwrap().a[0] += 1.0), &snapshot, other);
+    refused(start(&|a| a.tensors.get_mut(name).unwrap().scale *= 2.0), &snapshot, other);
+    refused(fresh(), &snapshot, "this one has none");
+    refused(start(&|_| ()), &fresh().snapshot(), "without an adapter to go on with");
 }
 
 #[test]
@@ -341,4 +438,28 @@ fn each_target_may_have_its_rank() {
     let stray = TrainConfig { ranks: [("blk.0.ffn_up.weight".to_string(), 2)].into(), ..config };
     let e = Trainer::new(&model, stray).err().unwrap().to_string();
     assert!(e.contains("`ranks` is about `blk.0.ffn_up.weight`"), "{e}");
+}
+
+/// What a run is said to cost has its evaluations in it.
+#[test]
+fn evaluations_are_in_what_a_run_costs() {
+    let model = toy("llama", TensorType::F32, 3);
+    let cost = |held_out: &[usize], eval_every: u64, first: bool| {
+        let config = TrainConfig { eval_every, ..config(&model) };
+        let mut trainer = Trainer::new(&model, config).unwrap();
+        if first {
+            trainer.measure_first();
+        }
+        trainer.load(examples(5, &[30; 8]), examples(77, held_out)).unwrap();
+        trainer.cost().unwrap().float
+    };
+    let none = cost(&[], 0, false);
+    // Eight windows an epoch, two in a step: four steps, in three epochs.
+    let epochs = cost(&[30], 0, false) - none;
+    assert!(epochs > 0.0);
+    let close = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+    assert!(close(cost(&[30], 0, true) - none, epochs / 3.0 * 4.0));
+    assert!(close(cost(&[30, 30], 0, false) - none, 2.0 * epochs));
+    assert!(close(cost(&[30], 2, false) - none, 2.0 * epochs));
+    assert!(close(cost(&[30], 1, false) - none, 4.0 * epochs));
 }
