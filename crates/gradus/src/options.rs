@@ -286,6 +286,17 @@ impl AdapterArgs {
     }
 }
 
+/// Bytes, of so many MiB as `option` gives.
+///
+/// # Errors
+/// There are no such numbers of bytes.
+pub fn mib(option: &str, mib: u64) -> Result<u64> {
+    mib.checked_mul(1 << 20).ok_or_else(|| {
+        let most = u64::MAX >> 20;
+        Error::invalid(format!("`{option}` is {mib} MiB; expected at most {most}"))
+    })
+}
+
 /// Rows of a prompt that go through one graph.
 pub const BATCH: usize = 512;
 

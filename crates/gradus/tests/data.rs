@@ -178,6 +178,14 @@ fn eval_says_what_it_cannot_do() {
     fails(&[&eval[..], &["--rows", "1"]].concat(), 1, &["--generate"]);
     fails(&[&eval[..], &["-n", "0"]].concat(), 1, &["`--max-tokens` is 0"]);
     let chats = folder.write("b.jsonl", facts());
+    // No answer is longer than the context, and without answers there is no room for them.
+    for most in ["100000000", "18446744073709551615"] {
+        ok(&[&eval[..], &["-n", most]].concat());
+        let eval = ["eval", "-m", &model, "--template", "plain", "--data", &chats, "--rows", "1"];
+        ok(&[&eval[..], &["--generate", "-n", most]].concat());
+        let run = ["run", "-m", &model, "--template", "plain", "-p", "the cat?", "-n", most];
+        ok(&run);
+    }
     let said = fails(&["eval", "-m", &model, "--data", &chats], 1, &["row 1: template:"]);
     assert!(said.contains("--template plain"), "{said}");
 }

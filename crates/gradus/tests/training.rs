@@ -123,6 +123,12 @@ fn what_is_read_stays() {
     let back = ["adapter", "convert", "-m", &model, &peft];
     fails(&[&back[..], &[&model]].concat(), 1, &["is there already and no adapter"]);
     ok(&[&back[..], &[&adapter]].concat());
+    // So does the adapter that is taught more.
+    let taught = std::fs::read(&adapter).unwrap();
+    refused(&["-o", &adapter, "--from", &adapter], &[&adapter, "is what is read"]);
+    let inside = format!("{peft}/adapter_model.safetensors");
+    refused(&["-o", &inside, "--from", &peft], &[&inside, "is what is read"]);
+    assert!(std::fs::read(&adapter).unwrap() == taught);
     let after = [&model, &data, &other].map(|file| std::fs::read(file).unwrap());
     assert!(before == after);
 }
@@ -160,6 +166,15 @@ fn the_last_good_adapter_is_kept_and_trained_on() {
     assert!(!Path::new(&out).exists());
     let show = json(&["adapter", "show", &last_good, "--json"]);
     assert_eq!(show["targets"][0]["rank"], 3);
+
+    // A run that goes on from it and fails too leaves it as it is.
+    let good = std::fs::read(&last_good).unwrap();
+    let again = ["-o", &out, "--from", &last_good, "--lr", "1", "--clip", "0", "--warmup", "0"];
+    let again = train(&[&again[..], &["--epochs", "100", "--checkpoint-every", "0"]].concat());
+    let second = folder.file("a.last-good-2.gguf");
+    fails(&again.iter().map(String::as_str).collect::<Vec<_>>(), 3, &["is in ", &second]);
+    assert!(std::fs::read(&last_good).unwrap() == good);
+    ok(&["adapter", "show", &second]);
 
     // What it adapts stays.
     let calm = ["-o", &out, "--from", &last_good, "--lr", "1e-5", "--epochs", "1", "--json"];
@@ -433,6 +448,105 @@ fn checkpoints_of_two_runs_are_kept_apart() {
     child.kill().unwrap();
     let said = child.wait_with_output().unwrap();
     assert!(String::from_utf8_lossy(&said.stderr).contains("going on from step"));
+}
+
+/// A folder of checkpoints may have other things in it, which stay.
+#[test]
+fn what_else_is_in_a_folder_of_checkpoints_stays() {
+    let folder = Folder::new("shared-folder");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let names = ["run", "lock", ".tmpABC", "notes.txt"];
+    names.iter().for_each(|name| drop(folder.write(name, name)));
+    let out = folder.file("a.gguf");
+    let train = ["train", "-m", &model, "--data", &data, "-o", &out, "--template", "plain"];
+    let here = ["--window", "64", "--checkpoint-every", "1", "--checkpoints", "."];
+    let args = [&train[..], &here].concat();
+    let ended = gradus(&args).current_dir(folder.file("")).output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let mut left: Vec<_> =
+        std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, [".tmpABC", "a.gguf", "facts.jsonl", "lock", "notes.txt", "run"]);
+    for name in names {
+        assert_eq!(std::fs::read_to_string(folder.file(name)).unwrap(), name);
+    }
+    // What is called like a checkpoint of ours is not taken for one.
+    let foreign = folder.write("step-00000001.safetensors", "theirs");
+    let ended = gradus(&args).current_dir(folder.file("")).output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(said.contains("is called like a checkpoint and is none"), "{said}");
+    assert_eq!(std::fs::read_to_string(foreign).unwrap(), "theirs");
+}
+
+/// A run that is interrupted before its first step is no failed one, and leaves nothing.
+#[cfg(unix)]
+#[test]
+fn a_run_interrupted_before_its_first_step_is_interrupted() {
+    let folder = Folder::new("early");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    // What is held out is measured first, which takes a while.
+    let line = |i: usize| facts().replace("the cat", &format!("the cat {i}")) + "\n";
+    let held_out = folder.write("held-out.jsonl", (0..2000).map(line).collect::<String>());
+    let (out, runs) = (folder.file("a.gguf"), folder.file("runs"));
+    let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out]);
+    command.args(["--template", "plain", "--window", "64", "--eval-data", &held_out]);
+    command.args(["--run", "early", "--run-dir", &runs]);
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+    let mut said = std::io::BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("training ") {
+        line.clear();
+        assert!(std::io::BufRead::read_line(&mut said, &mut line).unwrap() > 0, "it ended early");
+    }
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let drained = std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+    let output = child.wait_with_output().unwrap();
+    drained.join().unwrap().unwrap();
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(130), 0));
+    let run = std::fs::read(Path::new(&runs).join("early/run.json")).unwrap();
+    let run: Value = serde_json::from_slice(&run).unwrap();
+    assert_eq!((&run["state"], &run["message"]), (&"interrupted".into(), &Value::Null), "{run}");
+    for left in [&out, &format!("{out}.checkpoints")] {
+        assert!(!Path::new(left).exists(), "{left}");
+    }
+}
+
+/// Options that were taken for something else.
+#[test]
+fn odd_options_are_refused_or_mean_what_they_say() {
+    let folder = Folder::new("odd");
+    let model = fixture("llama", "model.gguf");
+    let ten = (0..10).map(|i| facts().lines().next().unwrap().replace("cat", &format!("cat {i}")));
+    let data = folder.write("ten.jsonl", ten.collect::<Vec<_>>().join("\n"));
+    let plan = ["plan", "-m", &model, "--data", &data, "--template", "plain", "--window", "64"];
+    let refused = |more: &[&str], part: &str| drop(fails(&[&plan[..], more].concat(), 1, &[part]));
+    refused(&["--targets", "attn_q,"], "an empty name among the targets");
+    refused(&["--rank-of", "=4"], "`--rank-of =4`: expected NAME=RANK");
+    let weights = ["--targets", "none", "--train-weights", "norm,"];
+    refused(&weights, "an empty name among the weights");
+    let most = "expected at most 17592186044415";
+    refused(&["--memory-budget", "17592186044417"], most);
+    refused(&["--chunk", "16", "--walk-host-budget", "17592186044417"], most);
+    let planned = |more: &[&str]| json(&[&plan[..], &["--json"], more].concat());
+    for (part, held_out) in [("0.8", 8), ("0.2", 2), ("0.1", 1), ("0.85", 9), ("0.9", 9)] {
+        let said = planned(&["--eval-split", part]);
+        assert_eq!(
+            (&said["conversations"], &said["held_out"]),
+            (&(10 - held_out).into(), &held_out.into())
+        );
+    }
+    refused(&["--eval-split", "0.95"], "leaves none to train on");
+    // Where it is interrupted a run copies what moves, whether there are other checkpoints or not.
+    let parameters = |every: &str| {
+        planned(&["--checkpoint-every", every])["plan"]["parameters_bytes"].as_u64().unwrap()
+    };
+    assert_eq!(parameters("0"), parameters("1"));
+    assert_eq!(parameters("100000"), parameters("1"));
 }
 
 /// Names that are no UTF-8 are names.

@@ -38,4 +38,4 @@ pub use optimizer::{Method, Optimizer, Schedule};
 pub use record::{Recorded, Recorder, all_settings, facts};
 pub use targets::{select_targets, top_layers};
 pub use trainer::{Advance, Event, Outcome, Start, Trainer};
-pub use weights::{select_weights, write_weights};
+pub use weights::{WrittenTensor, select_weights, write_weights};

@@ -29,6 +29,19 @@ fn kind_of(name: &str) -> Option<&str> {
     name.strip_prefix("blk.")?.split_once('.')?.1.strip_suffix(".weight")
 }
 
+/// Checks a name for some of `what`: one that is empty would be a part of every name.
+///
+/// # Errors
+/// It is empty.
+pub(crate) fn check_named(what: &str, pattern: &str) -> Result<()> {
+    match pattern.trim().is_empty() {
+        true => Err(Error::Setting(format!(
+            "there is an empty name among {what}; expected a name, and no comma too many"
+        ))),
+        false => Ok(()),
+    }
+}
+
 /// The projections that a list of names stands for, each the first of these that there is: `all` (or
 /// `all-linear`) for every projection inside a layer, `attn` or `ffn` for those halves, `experts` for
 /// the stacks of routed experts, `router` for what chooses among them, `embed` for the embedding of
@@ -37,12 +50,13 @@ fn kind_of(name: &str) -> Option<&str> {
 /// names such as `attn_` or `blk.3.`.
 ///
 /// # Errors
-/// A name that stands for nothing, with the candidates.
+/// A name that stands for nothing, with the candidates; or that is empty.
 pub fn select_targets(model: &Model, patterns: &[String]) -> Result<Vec<String>> {
     let projections: Vec<(&String, &Projection)> = model.projections().iter().collect();
     let base = model.base();
     let mut chosen = BTreeSet::new();
     for pattern in patterns {
+        check_named("the targets", pattern)?;
         let hits = |is_hit: &IsMeant<'_>| -> Vec<&String> {
             let hits = projections.iter().filter(|(name, projection)| is_hit(name, projection));
             hits.map(|(name, _)| *name).collect()

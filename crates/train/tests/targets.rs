@@ -50,3 +50,16 @@ fn a_name_is_a_kind_a_projection_or_part_of_names_in_this_order() {
     let error = train::select_targets(&moe, &["k_prj".into()]).unwrap_err().to_string();
     assert!(error.starts_with("target `k_prj` is no projection; candidates: all, "), "{error}");
 }
+
+/// An empty name is a part of every name: of `attn_q,` the second would adapt everything.
+#[test]
+fn an_empty_name_stands_for_nothing() {
+    let model = toy("llama");
+    for names in [&["attn_q", ""][..], &[""], &[" "]] {
+        let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
+        let targets = train::select_targets(&model, &names).unwrap_err().to_string();
+        assert!(targets.contains("an empty name among the targets"), "{targets}");
+        let weights = train::select_weights(&model, &names).unwrap_err().to_string();
+        assert!(weights.contains("an empty name among the weights"), "{weights}");
+    }
+}

@@ -175,6 +175,36 @@ fn norms_train_beside_an_adapter_of_a_quantized_model() {
     }
 }
 
+/// Rounded to bf16 a small step is none: what would go back to what it was is kept in f32.
+#[test]
+fn what_rounding_would_take_back_is_written_in_f32() {
+    let bytes = Toy::new("llama", TensorType::BF16, 3).gguf().unwrap();
+    let (path, model) = written("small steps", &bytes);
+    let out = path.with_extension("trained.gguf");
+    let train = |lr: f32, name: &str| {
+        let weights = TrainConfig { lr, ..config(&model, &[], &[name]) };
+        let (outcome, _) = losses(&model, weights);
+        let written = write_weights(&out, &model, &outcome.weights).unwrap();
+        (outcome.weights, written)
+    };
+    let (values, written) = train(1e-6, "attn_q");
+    let trained = Model::load(&out, cpu()).unwrap();
+    assert_eq!(written.len(), values.len());
+    for tensor in written {
+        assert_eq!((tensor.from, tensor.to), (TensorType::BF16, TensorType::F32), "{tensor:?}");
+        assert!(tensor.moved > 1000 && 2 * tensor.kept < tensor.moved, "{tensor:?}");
+        assert!(trained.read_f32(&tensor.name).unwrap() == values[&tensor.name], "{tensor:?}");
+    }
+    // Large steps are kept in the model's type, and f32 loses nothing.
+    let (_, written) = train(0.1, "attn_q");
+    for tensor in written {
+        assert_eq!(tensor.to, TensorType::BF16, "{tensor:?}");
+        assert!(2 * tensor.kept >= tensor.moved, "{tensor:?}");
+    }
+    let (_, written) = train(1e-6, "norm");
+    assert!(written.iter().all(|t| t.to == TensorType::F32 && t.kept == t.moved && t.moved > 0));
+}
+
 #[test]
 fn a_quantized_weight_is_refused_naming_op_node_and_operand() {
     let bytes = Toy::new("llama", TensorType::Q4_1, 3).gguf().unwrap();

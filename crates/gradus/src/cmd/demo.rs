@@ -110,6 +110,7 @@ pub fn run(args: &Args) -> Result<()> {
         held_out: Arc::new([]),
         budget: None,
         keeping: None,
+        checkpoint_every: None,
         last_good: None,
     };
     let ran = session.ready()?.run(&interrupt, &mut ())?;

@@ -79,7 +79,7 @@ pub fn run(args: &Args) -> Result<()> {
     let ids = prompt_ids(args, &model, prompt)?;
     let positions = match args.ctx {
         Some(ctx) => check_context(ctx, &model)?,
-        None => model.geometry().context.min(ids.len() + args.sampler.max_tokens),
+        None => model.geometry().context.min(ids.len().saturating_add(args.sampler.max_tokens)),
     };
     let adapter = args.adapter.read(&model)?;
     let (mut engine, adapter) = engine(&model, args.cache_type, positions, adapter)?;

@@ -1,6 +1,7 @@
 //! `POST /train` and `POST /learn`: settings, targets, data.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use data::Fit;
 use graph::{GradPrecision, Recompute};
@@ -79,8 +80,9 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
     let Settings { mut config, fit, pacing, memory_budget, may_recompute } = settings;
     let from = match from {
         Some(name) => {
-            let path = names::adapter_to_read("from", folder, &name)?;
-            let adapter = Adapter::read(&path, &host.model);
+            let read = names::adapter_to_read("from", folder, &name)?;
+            check_kept(&name, &read, &out, &path)?;
+            let adapter = Adapter::read(&read, &host.model);
             Some(adapter.map_err(|e| Error::from(e).with_field("from"))?)
         }
         None => None,
@@ -126,6 +128,25 @@ fn asked(request: &Map<String, Value>) -> BTreeMap<String, Value> {
     const ELSEWHERE: [&str; 4] = ["text", "examples", "out", "plan"];
     let set = request.iter().filter(|(name, _)| !ELSEWHERE.contains(&name.as_str()));
     set.map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
+/// Checks that what `from` reads is none of the files that a job may write.
+fn check_kept(from: &str, read: &Path, out: &str, path: &Path) -> Result<()> {
+    let same = |a: &Path, b: &Path| match (a.canonicalize(), b.canonicalize()) {
+        (Ok(a), Ok(b)) => a == b,
+        _ => false,
+    };
+    let message = if same(read, path) {
+        format!("`out` is {out}, which `from` reads; choose another name")
+    } else if same(read, &path.with_extension("last-good.gguf")) {
+        format!(
+            "`out` is {out}: a job of this name that fails writes over {from}, which `from` reads; \
+             choose another name"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(Error::field("out", message))
 }
 
 /// Reads a request to learn examples, as [`train`] does; also says what became of the data.

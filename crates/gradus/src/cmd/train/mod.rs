@@ -10,11 +10,11 @@ use std::sync::Arc;
 
 use model::{Adapter, Model};
 use serde_json::json;
-use train::{Checkpoints, Example};
+use train::{Checkpoints, Example, WrittenTensor};
 
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
-use crate::options::{DataArgs, ModelArgs, TemplateArgs};
+use crate::options::{DataArgs, ModelArgs, TemplateArgs, mib};
 use crate::output::{bytes, count, duration, json, line};
 use crate::outputs;
 
@@ -66,7 +66,8 @@ pub struct Args {
     )]
     pub from: Option<PathBuf>,
 
-    /// The model to write anew with the tensors of `--train-weights`, as GGUF
+    /// The model to write anew with the tensors of `--train-weights`, as GGUF: each in its type, or
+    /// in f32 where rounding would take back most of what training moved
     #[arg(long, value_name = "FILE", requires = "train_weights")]
     pub out_model: Option<PathBuf>,
 
@@ -120,11 +121,13 @@ pub struct KeepingArgs {
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub keep: usize,
 
-    /// Folder for checkpoints, which is removed when the run is done [default: `OUT.checkpoints`]
+    /// Folder for checkpoints, which are removed when the run is done, as it is if nothing else is
+    /// in it [default: `OUT.checkpoints`]
     #[arg(long, value_name = "DIR")]
     pub checkpoints: Option<PathBuf>,
 
-    /// Go on from the last checkpoint of a run with the same settings and data, if there is one
+    /// Go on from the last checkpoint of a run with the same settings, data and `--from`, if there
+    /// is one
     #[arg(long)]
     pub resume: bool,
 
@@ -142,7 +145,6 @@ impl KeepingArgs {
         });
         Keeping {
             checkpoints: Checkpoints::new(folder, self.keep),
-            every: self.checkpoint_every,
             resume: self.resume,
             any_kernels: self.any_kernels,
         }
@@ -163,16 +165,42 @@ impl Data {
 }
 
 impl Args {
-    fn check_outputs(&self) -> Result<()> {
-        self.record.check()?;
+    /// The files it reads.
+    fn inputs(&self) -> Result<Vec<PathBuf>> {
         let mut inputs = gguf::files(&self.model.path()?);
-        inputs.extend(self.data.data.iter().chain(&self.eval_data).cloned());
+        inputs.extend(self.data.data.iter().chain(&self.eval_data).chain(&self.from).cloned());
+        // An adapter may be a folder.
+        let folder = self.from.iter().filter_map(|from| std::fs::read_dir(from).ok()).flatten();
+        inputs.extend(folder.flatten().map(|entry| entry.path()));
+        Ok(inputs)
+    }
+
+    /// Checks what it writes; where the adapter is kept as it was before a step that failed.
+    fn check_outputs(&self) -> Result<Option<PathBuf>> {
+        self.record.check()?;
+        let inputs = self.inputs()?;
         let outputs: Vec<&Path> =
             self.out.iter().chain(&self.out_model).map(PathBuf::as_path).collect();
         outputs::check(&outputs, &inputs)?;
         self.out.iter().try_for_each(|out| Adapter::check_out(out))?;
         self.out_model.iter().try_for_each(gguf::check_out)?;
-        self.keeping.checkpoints.iter().try_for_each(|folder| outputs::check_folder(folder))
+        self.keeping.checkpoints.iter().try_for_each(|folder| outputs::check_folder(folder))?;
+        if let Some(out) = self.out.as_ref().or(self.out_model.as_ref()) {
+            self.keeping.of(out).checkpoints.check()?;
+        }
+        // It may be what the run goes on from, after one that failed.
+        let free = |path: &PathBuf| {
+            let others = [&outputs[..], &[path]].concat();
+            outputs::check(&others, &inputs).is_ok() && Adapter::check_out(path).is_ok()
+        };
+        let last_good = |out: &PathBuf| {
+            let name = |i: usize| match i {
+                1 => out.with_extension("last-good.gguf"),
+                _ => out.with_extension(format!("last-good-{i}.gguf")),
+            };
+            (1..100).map(name).find(free)
+        };
+        Ok(self.out.as_ref().and_then(last_good))
     }
 
     fn read(&self, model: &Model) -> Result<Data> {
@@ -186,8 +214,15 @@ impl Args {
             let message = format!("`--eval-split` is {}; expected 0 to below 1", self.eval_split);
             return Err(Error::invalid(message));
         }
-        let kept = ((train.len() as f64) * (1.0 - self.eval_split)).floor() as usize;
-        let held_out = train.split_off(kept.max(1).min(train.len()));
+        let kept = ::data::kept(train.len(), self.eval_split);
+        if kept == 0 && !train.is_empty() {
+            return Err(Error::invalid(format!(
+                "`--eval-split {}` of {} conversations leaves none to train on",
+                self.eval_split,
+                train.len()
+            )));
+        }
+        let held_out = train.split_off(kept);
         if self.eval_split > 0.0 && held_out.is_empty() {
             return Err(Error::invalid(format!(
                 "`--eval-split {}` of {} conversations holds out none",
@@ -221,7 +256,8 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    args.check_outputs()?;
+    let last_good = args.check_outputs()?;
+    let budget = args.memory_budget.map(|n| mib("--memory-budget", n)).transpose()?;
     let settings = &args.settings;
     if !settings.train_weights.is_empty() && args.out_model.is_none() && !args.dry_run {
         return Err(Error::invalid("`--train-weights` needs `--out-model`, the file to write"));
@@ -251,9 +287,10 @@ pub fn run(args: &Args) -> Result<()> {
         may_recompute: settings.recompute == RecomputeName::Auto,
         examples: data.train.clone(),
         held_out: data.held_out.clone(),
-        budget: args.memory_budget.map(|mib| mib << 20),
+        budget,
+        checkpoint_every: Some(args.keeping.checkpoint_every),
         keeping: out.filter(|_| !args.dry_run).map(|out| args.keeping.of(out)),
-        last_good: args.out.as_ref().map(|out| out.with_extension("last-good.gguf")),
+        last_good,
     };
     let interrupt = Interrupt::listen_for_end();
     let mut ready = match session.ready() {
@@ -273,32 +310,39 @@ pub fn run(args: &Args) -> Result<()> {
     let out = out.ok_or_else(|| Error::invalid("there is no file to write"))?;
     ready.claim()?;
     let mut recorder = Recorder::begin(args, &model, &data, &ready, out)?;
+    let mut written = Vec::new();
     let ran = ready.run(&interrupt, &mut recorder).and_then(|ran| {
         if ran.outcome.steps == 0 {
-            return Err(Error::Interrupted);
+            return Ok(ran);
         }
         if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
-            write(out, "adapter", &|to| Ok(ran.outcome.adapter.write(to, &model)?))?;
+            write(out, "adapter", &mut |to| Ok(ran.outcome.adapter.write(to, &model)?))?;
         }
         if let Some(out) = &args.out_model {
             let weights = &ran.outcome.weights;
-            write(out, "model", &|to| Ok(train::write_weights(to, &model, weights)?))?;
+            write(out, "model", &mut |to| {
+                written = train::write_weights(to, &model, weights)?;
+                Ok(())
+            })?;
         }
         Ok(ran)
     });
     // What is not written is not done.
     recorder.end(ran.as_ref());
     let mut ran = ran?;
-    if !ran.interrupted {
+    // Before its first step a run has nothing to go on from.
+    if !ran.interrupted || ran.outcome.steps == 0 {
         args.keeping.of(out).checkpoints.clear();
     }
     drop(ran.claim.take());
-    report(args, &ran)?;
+    if ran.outcome.steps > 0 {
+        report(args, &ran, &written)?;
+    }
     if ran.interrupted { Err(Error::Interrupted) } else { Ok(()) }
 }
 
 /// Writes what a run made; where that fails, to the folder for temporary files: hours went into it.
-fn write(out: &Path, what: &str, write: &dyn Fn(&Path) -> Result<()>) -> Result<()> {
+fn write(out: &Path, what: &str, write: &mut dyn FnMut(&Path) -> Result<()>) -> Result<()> {
     let Err(e) = write(out) else { return Ok(()) };
     let name = out.file_name().unwrap_or_default().to_string_lossy();
     let instead = std::env::temp_dir().join(format!("gradus-{}-{name}", std::process::id()));
@@ -375,7 +419,7 @@ fn describe(args: &Args, data: &Data, targets: usize, ready: &mut Ready<'_>) -> 
     Ok(())
 }
 
-fn report(args: &Args, ran: &Ran) -> Result<()> {
+fn report(args: &Args, ran: &Ran, written: &[WrittenTensor]) -> Result<()> {
     let (moved, total) = ran.outcome.moved;
     let out = args.out.as_ref().filter(|_| args.settings.adapts());
     if args.json {
@@ -395,6 +439,12 @@ fn report(args: &Args, ran: &Ran) -> Result<()> {
             "moved": moved,
             "targets": total,
             "unrouted": ran.outcome.unrouted,
+            "weights": written.iter().map(|t| json!({
+                "name": t.name,
+                "type": t.to.name(),
+                "moved": t.moved,
+                "kept": t.kept,
+            })).collect::<Vec<_>>(),
             "parameters": ran.parameters,
             "tokens": ran.rows,
             "seconds": ran.time.as_secs_f64(),
@@ -418,10 +468,34 @@ fn report(args: &Args, ran: &Ran) -> Result<()> {
         line(&format!("stopped  `--resume` goes on from {}", checkpoint.display()))?;
     }
     if let Some(out) = &args.out_model {
-        let tensors = ran.outcome.weights.len();
-        line(&format!("model    {}: {tensors} of its tensors trained", out.display()))?;
+        line(&format!("model    {}: {} of its tensors trained", out.display(), written.len()))?;
+        rounded(written)?;
     }
     Ok(())
+}
+
+/// What rounding to the model's own types leaves of what training moved.
+fn rounded(written: &[WrittenTensor]) -> Result<()> {
+    let stayed = written.iter().filter(|t| t.to == t.from);
+    let (moved, kept) = stayed.fold((0, 0), |sum, t| (sum.0 + t.moved, sum.1 + t.kept));
+    if kept < moved {
+        let share = 100.0 * kept as f64 / moved as f64;
+        line(&format!(
+            "rounded  {share:.1} % of {} entries that training moved are others in the types of \
+             the model too",
+            count(moved)
+        ))?;
+    }
+    let finer: Vec<String> =
+        written.iter().filter(|t| t.to != t.from).map(|t| t.name.clone()).collect();
+    match finer.len() {
+        0 => Ok(()),
+        n => line(&format!(
+            "in f32   {n} tensors, of which the type of the model would take back more than half \
+             of what training moved: {}",
+            few(&finer)
+        )),
+    }
 }
 
 /// The first few of a list.

@@ -60,8 +60,6 @@ impl Plan {
 pub struct Keeping {
     /// Where.
     pub checkpoints: Checkpoints,
-    /// Steps from one to the next; 0 writes one only where the run ends early.
-    pub every: u64,
     /// Go on from the last one.
     pub resume: bool,
     /// Also from one made with other kernels.
@@ -81,6 +79,9 @@ pub struct Session<'a> {
     /// Most bytes to take beside the model; else what there is.
     pub budget: Option<u64>,
     pub keeping: Option<Keeping>,
+    /// Steps from one checkpoint to the next, 0 for one only where the run ends early; none where
+    /// there are no checkpoints. Their memory is planned also where nothing is to be run.
+    pub checkpoint_every: Option<u64>,
     /// Where the adapter is written as it was before a step that failed.
     pub last_good: Option<PathBuf>,
 }
@@ -162,8 +163,9 @@ impl<'a> Session<'a> {
                 .map(|adapter| (adapter, Optimizer::new(config.method, config.weight_decay)));
             let start = Start { from, fallback: None };
             let mut trainer = Trainer::start(self.model, config.clone(), start)?;
-            if let Some(keeping) = &self.keeping {
-                trainer.checkpoint_every(keeping.every);
+            if let Some(every) = self.checkpoint_every {
+                trainer.checkpoint_every(every);
+                trainer.may_end_early();
             }
             if !self.held_out.is_empty() {
                 trainer.measure_first();
@@ -195,7 +197,7 @@ impl<'a> Session<'a> {
                     fallback: None,
                     longest: longest.unwrap_or(0),
                     allowed: room,
-                    checkpoints: self.keeping.as_ref().is_some_and(|keeping| keeping.every > 0),
+                    checkpoints: self.checkpoint_every.is_some(),
                     may_chunk: &|_| true,
                 };
                 let fits = train::nearest(&self.model, &config, &wanted)?;

@@ -6,7 +6,7 @@ use model::Model;
 use train::{GraphConfig, Method, Schedule, TrainConfig, Walks};
 
 use crate::error::{Error, Result};
-use crate::options::CacheType;
+use crate::options::{CacheType, mib};
 
 /// What decides the adapter, beside the model and the data.
 #[derive(clap::Args, Debug, Clone)]
@@ -112,7 +112,7 @@ pub struct Settings {
 
     /// Most memory that walks keep keys, values and states in, in MiB; 0 for no bound
     #[arg(long, value_name = "MIB", default_value_t = 0, requires = "chunk")]
-    pub walk_host_budget: usize,
+    pub walk_host_budget: u64,
 
     /// What to compute again in the backward pass instead of keeping it; changes no bit. `auto`
     /// takes what fits the memory there is
@@ -231,6 +231,9 @@ impl Settings {
             true => self.select(model, &self.targets)?,
             false => Vec::new(),
         };
+        // What is more than can be counted is no bound.
+        let host_budget = usize::try_from(mib("--walk-host-budget", self.walk_host_budget)?);
+        let host_budget = host_budget.unwrap_or(usize::MAX);
         let mut config = TrainConfig {
             targets,
             weights: self
@@ -264,7 +267,7 @@ impl Settings {
             walks: self.chunk.filter(|&chunk| chunk < window).map(|_| Walks {
                 window,
                 horizon: self.walk_horizon,
-                host_budget: self.walk_host_budget << 20,
+                host_budget,
             }),
             graph: GraphConfig {
                 rows: self.chunk.map_or(window, |chunk| chunk.min(window)),
@@ -277,7 +280,8 @@ impl Settings {
             ..TrainConfig::default()
         };
         for given in &self.rank_of {
-            let parts = given.split_once('=').and_then(|(p, r)| Some((p, r.parse().ok()?)));
+            let parts = given.split_once('=').filter(|(pattern, _)| !pattern.trim().is_empty());
+            let parts = parts.and_then(|(pattern, rank)| Some((pattern, rank.parse().ok()?)));
             let Some((pattern, rank)) = parts else {
                 let message = format!("`--rank-of {given}`: expected NAME=RANK, such as ffn=4");
                 return Err(Error::invalid(message));
