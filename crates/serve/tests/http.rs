@@ -445,6 +445,13 @@ fn a_job_is_started_watched_and_its_adapter_served() {
     let more = with(more, &json!({"plan": false, "memory_budget_mib": tight}));
     post(at, "/train", &more).ok();
     until(|| get(at, "/train").ok()["state"] == "done", Duration::from_secs(60));
+    // What it goes on with is not written over, by what is learned or by what is left of a failure.
+    let folder = served.server.options().train_dir.clone().unwrap();
+    std::fs::copy(folder.join("more.gguf"), folder.join("long.last-good.gguf")).unwrap();
+    for (out, from) in [("more.gguf", "more.gguf"), ("long.gguf", "long.last-good.gguf")] {
+        let reply = post(at, "/train", &with(more.clone(), &json!({"out": out, "from": from})));
+        assert_eq!((reply.status, &reply.json()["error"]["param"]), (400, &json!("out")), "{from}");
+    }
 
     // Controls reach a run under its own name only.
     let long = with(job, &json!({"out": "long.gguf", "epochs": 100, "val_split": 0}));
