@@ -544,7 +544,7 @@ impl Server {
                     if let (End::Stopped, Some(durable)) = (&end, durable) {
                         // The next process goes on from here.
                         if trainer.steps() > 0 {
-                            durable.checkpoints().write(&trainer.snapshot())?;
+                            durable.checkpoints().write(&trainer.snapshot()?)?;
                         }
                     }
                     if let End::Cancelled | End::Stopped = end {

@@ -1,6 +1,6 @@
 //! The loop: windows in, an adapter out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -168,6 +168,8 @@ pub struct Trainer<M> {
     last_loss: f64,
     best: Option<Best>,
     work: Work,
+    /// Events of work that was brought to its end for a snapshot.
+    unreported: VecDeque<Event>,
     measure_first: bool,
     checkpoint_every: u64,
     may_end_early: bool,
@@ -251,6 +253,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             last_loss: f64::NAN,
             best: None,
             work: Work::Done,
+            unreported: VecDeque::new(),
             measure_first: false,
             checkpoint_every: 0,
             may_end_early: false,
@@ -466,14 +469,34 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
     }
 
-    /// What the run is at after the last whole step.
-    pub fn snapshot(&mut self) -> Snapshot {
+    /// What the run is at after the last whole step: one that has begun to move parameters is
+    /// brought to its end, and reported by the next [`Trainer::advance`].
+    ///
+    /// # Errors
+    /// When that step fails; there is nothing whole to go on from then.
+    pub fn snapshot(&mut self) -> Result<Snapshot> {
+        self.settle()?;
         let mut snapshot = Snapshot::new(self.identity(), self.cursor());
         let mut at = 0;
         while self.copy_parameter(&mut snapshot, at) {
             at += 1;
         }
-        snapshot
+        Ok(snapshot)
+    }
+
+    /// True while some of what a snapshot holds is of the next step, and the rest is not.
+    fn is_halfway(&self) -> bool {
+        matches!(&self.work, Work::Step(step) if step.is_moving())
+    }
+
+    /// Brings such a step to its end.
+    fn settle(&mut self) -> Result<()> {
+        while self.is_halfway() {
+            if let Advance::Event(event) = self.go_on(&())? {
+                self.unreported.push_back(event);
+            }
+        }
+        Ok(())
     }
 
     /// Adds a parameter to a snapshot; false when there is none of this index.
@@ -516,6 +539,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let best = |(step, loss, since)| Best { step, loss, since, values: best_values };
         self.best = cursor.best.map(best);
         self.moved = cursor.moved;
+        self.unreported.clear();
         let since = self.best.as_ref().map_or(0, |best| best.since);
         self.work = match self.config.patience {
             Some(patience) if since >= patience => Work::EarlyStop,
@@ -543,6 +567,13 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// As [`Gradients::of`]; the parameters are those of the last whole step then.
     pub fn advance(&mut self, stop: &dyn Stop) -> Result<Advance> {
+        match self.unreported.pop_front() {
+            Some(event) => Ok(Advance::Event(event)),
+            None => self.go_on(stop),
+        }
+    }
+
+    fn go_on(&mut self, stop: &dyn Stop) -> Result<Advance> {
         loop {
             let measures_epoch = self.measures_epoch();
             match &mut self.work {
@@ -772,10 +803,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         checkpoints: Option<&Checkpoints>,
         not_finite: bool,
     ) -> Result<Option<(&Adapter, u64)>> {
-        // What the last step came to is what gave such a number.
-        let earlier = checkpoints.filter(|_| not_finite).and_then(|all| all.before(self.steps()));
-        if let Some(snapshot) = earlier {
-            self.restore(snapshot, true)?;
+        // What the last step came to is what gave such a number. One that broke while it moved
+        // parameters has left some of them as they were.
+        let halfway = self.is_halfway();
+        let earlier = checkpoints.filter(|_| not_finite || halfway);
+        match earlier.and_then(|all| all.before(self.steps())) {
+            Some(snapshot) => self.restore(snapshot, true)?,
+            None if halfway => return Ok(None),
+            None => {}
         }
         let steps = self.steps();
         Ok(self.parameters.adapter.as_ref().filter(|_| steps > 0).map(|adapter| (adapter, steps)))
@@ -806,12 +841,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// As [`Trainer::check_moved`].
     pub fn finish(mut self) -> Result<Outcome> {
-        let Trainer { work, gradients, parameters, optimizer, moved, .. } = &mut self;
-        if let Work::Step(step) = work
-            && step.is_moving()
-        {
-            while step.advance(gradients, parameters, optimizer, moved, &())?.is_none() {}
-        }
+        self.settle()?;
         self.check_moved()?;
         let (steps, Summary { unrouted, moved, .. }) = (self.steps(), self.moved.summary());
         let best = self.best.as_ref().map(|b| (b.step, b.loss));

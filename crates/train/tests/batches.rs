@@ -147,7 +147,7 @@ fn step(
     let mut trainer = Trainer::start(model, config, start).unwrap();
     let (loss, norm) = trainer.step(windows, 1e-3).unwrap();
     let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(file);
-    trainer.snapshot().write(&file).unwrap();
+    trainer.snapshot().unwrap().write(&file).unwrap();
     let bytes = std::fs::read(&file).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let moments = tensors.tensors().into_iter().filter_map(|(name, view)| {

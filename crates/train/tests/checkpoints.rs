@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gguf::TensorType;
+use graph::Stop;
 use model::Model;
 use model::toy::Toy;
 use testkit::Random;
@@ -73,7 +74,7 @@ fn run(mut trainer: Trainer<&Model>) -> (Vec<Event>, Vec<(usize, Snapshot)>, Out
                 let ends = matches!(event, Event::EarlyStop { .. });
                 events.push(event);
                 if trainer.steps() > 0 && !ends {
-                    snapshots.push((events.len(), trainer.snapshot()));
+                    snapshots.push((events.len(), trainer.snapshot().unwrap()));
                 }
             }
             Advance::Stopped => {}
@@ -154,11 +155,70 @@ fn what_is_held_out_is_evaluated_when_its_step_has_come_and_nowhere_else() {
     }
 }
 
+/// Stops at every edge there is.
+struct Everywhere;
+
+impl Stop for Everywhere {
+    fn should_stop(&self) -> bool {
+        true
+    }
+}
+
+/// A process is told to end where it happens to be: also while a step moves parameters, or the best
+/// ones are kept.
+#[test]
+fn what_is_written_down_at_any_edge_is_whole() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let config = TrainConfig { keep_best: true, epochs: 2, ..config(&model) };
+    let fresh = || {
+        let mut trainer = Trainer::new(&model, config.clone()).unwrap();
+        trainer.load(examples(5, &[31, 30, 17]), examples(77, &[9, 20])).unwrap();
+        trainer
+    };
+    let (events, _, whole) = run(fresh());
+    assert!(whole.steps >= 3, "{}", whole.steps);
+    // Of the edges within graphs, a few of each step will do.
+    let (mut edges, mut seen, mut trainer) = (Vec::new(), 0, fresh());
+    let mut steps = 0;
+    for edge in 0.. {
+        match trainer.advance(&Everywhere).unwrap() {
+            Advance::Done => break,
+            Advance::Event(Event::Step { step, .. }) => (steps, seen) = (step, 0),
+            Advance::Event(_) => seen = 0,
+            Advance::Stopped => {
+                seen += 1;
+                if seen < 3 || trainer.steps() > steps {
+                    edges.push(edge);
+                }
+            }
+        }
+    }
+    assert!(edges.len() > 4 * trainer.parameters().names().len(), "{}", edges.len());
+    for edge in edges {
+        let (mut trainer, mut before) = (fresh(), Vec::new());
+        for _ in 0..=edge {
+            if let Advance::Event(event) = trainer.advance(&Everywhere).unwrap() {
+                before.push(event);
+            }
+        }
+        let snapshot = trainer.snapshot().unwrap();
+        let step = snapshot.steps();
+        let mut resumed = fresh();
+        resumed.restore(snapshot, false).unwrap();
+        let (_, _, outcome) = run(resumed);
+        assert!(outcome == whole, "edge {edge}: going on from step {step} ends elsewhere");
+        // Nothing is lost on the run itself either.
+        let (later, _, outcome) = run(trainer);
+        assert!(outcome == whole, "edge {edge}: the run that was written down ends elsewhere");
+        assert_eq!([before, later].concat(), events, "edge {edge}");
+    }
+}
+
 #[test]
 fn checkpoints_of_other_runs_are_refused_by_name() {
     let model = toy("llama", TensorType::Q8_0, 3);
     let config = config(&model);
-    let snapshot = trainer(&model, &config).snapshot();
+    let snapshot = trainer(&model, &config).snapshot().unwrap();
     let refused = |model: &Model, config: &TrainConfig, lengths: &[usize]| {
         let mut other = Trainer::new(model, config.clone()).unwrap();
         other.load(examples(5, lengths), examples(77, &[9, 20])).unwrap();
@@ -213,7 +273,7 @@ fn a_checkpoint_of_another_kernel_family_is_refused_unless_forced() {
         return;
     };
     let (portable, other) = (of(cpu::Family::Portable), of(other));
-    let snapshot = trainer(&portable, &config(&portable)).snapshot();
+    let snapshot = trainer(&portable, &config(&portable)).snapshot().unwrap();
     let mut resumed = trainer(&other, &config(&other));
     let e = resumed.restore(snapshot.clone(), false).unwrap_err().to_string();
     assert!(e.contains("a run with `portable` kernels"), "{e}");

@@ -117,7 +117,7 @@ fn one_and_two_threads_recomputation_and_any_checkpoint_give_the_same_bits() {
 #[test]
 fn a_checkpoint_of_another_dropout_is_refused_by_name() {
     let model = toy("llama", TensorType::Q8_0, 2);
-    let snapshot = trainer(&model, &config(&model, P)).snapshot();
+    let snapshot = trainer(&model, &config(&model, P)).snapshot().unwrap();
     for (other, said) in [(0.0, "unset"), (0.5, "0.5")] {
         let mut trainer = trainer(&model, &config(&model, other));
         let e = trainer.restore(snapshot.clone(), false).unwrap_err().to_string();

@@ -378,7 +378,7 @@ impl<'a> Ready<'a> {
         drop(progress);
         let checkpoint = match (&self.keeping, interrupted) {
             (Some(Keeping { checkpoints, .. }), true) if self.trainer.steps() > 0 => {
-                Some(checkpoints.write(&self.trainer.snapshot())?)
+                Some(checkpoints.write(&self.trainer.snapshot()?)?)
             }
             _ => None,
         };
@@ -415,7 +415,7 @@ impl<'a> Ready<'a> {
         // What is computed once more comes out the same.
         if !not_finite && !dead {
             let Some(checkpoints) = checkpoints else { return error };
-            return match checkpoints.write(&self.trainer.snapshot()) {
+            return match self.trainer.snapshot().and_then(|snapshot| checkpoints.write(&snapshot)) {
                 Ok(path) => error.with(format!("`--resume` goes on from {}", path.display())),
                 Err(also) => error.with(also),
             };
