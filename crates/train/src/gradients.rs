@@ -491,7 +491,8 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     /// `stop` says so. The parameters must not have moved since the pass began.
     ///
     /// # Errors
-    /// A fault, naming the node.
+    /// A fault, naming the node; or, in a walk, the loss of a chunk that is not finite. Then
+    /// [`Gradients::search`] finds what made it so.
     pub fn advance(
         &mut self,
         pass: &mut Pass,
@@ -536,10 +537,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             }
             Course::Walk(walk) => walk.loss(),
         };
-        match loss.is_finite() {
-            true => Ok(loss),
-            false => Err(Error::NotFinite(format!("the loss is {loss}"))),
-        }
+        check_loss(loss)
     }
 
     /// The gradient of parameter `index`, in the order of [`Parameters::names`], of a pass that
@@ -572,6 +570,13 @@ impl<M: Deref<Target = Model>> Gradients<M> {
 /// How many tokens of a window carry loss.
 fn labelled(window: &Window) -> usize {
     window.examples.iter().map(Example::labelled).sum()
+}
+
+fn check_loss(loss: f64) -> Result<f64> {
+    match loss.is_finite() {
+        true => Ok(loss),
+        false => Err(Error::NotFinite(format!("the loss is {loss}"))),
+    }
 }
 
 /// A sum and, in order, losses with their weights.

@@ -45,10 +45,12 @@ impl HeldOut {
                 blame.advance(gradients, pass, parameters, stop)?;
                 return Ok(None);
             }
-            if !gradients.advance(pass, parameters, stop)? {
-                return Ok(None);
-            }
-            match gradients.loss(pass) {
+            let loss = match gradients.advance(pass, parameters, stop) {
+                Ok(true) => gradients.loss(pass),
+                Ok(false) => return Ok(None),
+                Err(e) => Err(e),
+            };
+            match loss {
                 Ok(loss) => {
                     self.loss += loss;
                     self.pass = None;

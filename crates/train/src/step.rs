@@ -128,10 +128,12 @@ impl Step {
                             none.insert(gradients.begin(window, self.total, goal, parameters)?)
                         }
                     };
-                    if !gradients.advance(pass, parameters, stop)? {
-                        return Ok(None);
-                    }
-                    self.stage = Stage::Collect(0);
+                    self.stage = match gradients.advance(pass, parameters, stop) {
+                        Ok(true) => Stage::Collect(0),
+                        Ok(false) => return Ok(None),
+                        Err(Error::NotFinite(why)) => Stage::Search(self.blame(why, optimizer)),
+                        Err(e) => return Err(e),
+                    };
                 }
                 Stage::Collect(i) if i < self.names.len() => {
                     let pass = self.pass.as_ref().ok_or_else(|| {

@@ -102,5 +102,10 @@ fn the_first_op_that_is_not_finite_is_named() {
         assert!(evaluated.contains(&named) || evaluated.contains(&experts), "{arch}: {evaluated}");
         let edges = Edges(AtomicUsize::new(0));
         assert_eq!(said(&model, target, None, true, &edges).0, evaluated);
+        let (walked, _) = said(&model, target, Some(walks), true, &());
+        let start = "after step 0, of what is held out the loss is ";
+        assert!(walked.starts_with(start) && walked.contains(" at `"), "{arch}: {walked}");
+        let edges = Edges(AtomicUsize::new(0));
+        assert_eq!(said(&model, target, Some(walks), true, &edges).0, walked);
     }
 }

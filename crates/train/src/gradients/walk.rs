@@ -13,7 +13,7 @@ use model::Model;
 
 use super::graphs::{Inputs, Kind, Output, Run};
 use super::memory::PIECE;
-use super::{Goal, Gradients, Parameters, lay_out, weigh};
+use super::{Goal, Gradients, Parameters, check_loss, lay_out, weigh};
 use crate::{Error, Example, Result, Window};
 
 /// The fewest rows with loss that a chunk's head is built for, if it has that many.
@@ -374,6 +374,8 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             weights.clone_from(&run.inputs.weights);
             nll.clear();
             self.losses_of(run, nll)?;
+            // Said now, while the chunk that is to blame can be run again.
+            check_loss(weigh(0.0, weights, nll))?;
         }
         Ok(true)
     }
