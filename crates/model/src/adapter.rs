@@ -145,13 +145,10 @@ impl Adapter {
         alpha: f32,
         seed: u64,
     ) -> Result<Adapter> {
-        if !alpha.is_finite() || alpha <= 0.0 {
-            return Err(Error::new(format!("alpha is {alpha}, expected a positive number")));
-        }
+        let targets: Vec<(&str, usize)> = targets.into_iter().collect();
+        let mut adapter = Adapter::outline(model, targets.iter().copied(), alpha)?;
         let mut random = text::sampler::Rng::new(seed);
-        let mut tensors = BTreeMap::new();
         for (target, rank) in targets {
-            check_rank(target, rank)?;
             let of = model.base().projection(target)?;
             // An id is one input; there are as many others as a matrix has columns.
             let inputs = if of.is_table { 1 } else { of.width };
@@ -159,6 +156,30 @@ impl Adapter {
             let mut a = zeros(target, &of.a_shape(rank))?;
             a.iter_mut().for_each(|a| *a = ((random.next_f64() * 2.0 - 1.0) as f32) * bound);
             let b = zeros(target, &of.b_shape(rank))?;
+            let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
+            adapter.tensors.insert(target.to_string(), pair);
+        }
+        Ok(adapter)
+    }
+
+    /// What [`Adapter::fresh`] gives, but for its numbers: all matrices are empty. It is all that a
+    /// graph must know, so that a plan takes no memory for what may be refused.
+    ///
+    /// # Errors
+    /// As [`Adapter::fresh`].
+    pub fn outline<'t>(
+        model: &Model,
+        targets: impl IntoIterator<Item = (&'t str, usize)>,
+        alpha: f32,
+    ) -> Result<Adapter> {
+        if !alpha.is_finite() || alpha <= 0.0 {
+            return Err(Error::new(format!("alpha is {alpha}, expected a positive number")));
+        }
+        let mut tensors = BTreeMap::new();
+        for (target, rank) in targets {
+            check_rank(target, rank)?;
+            model.base().projection(target)?;
+            let (a, b) = (Vec::new(), Vec::new());
             let pair = LoraTensor { rank, a, b, scale: scale(alpha, rank) };
             tensors.insert(target.to_string(), pair);
         }

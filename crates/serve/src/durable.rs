@@ -2,11 +2,15 @@
 //! the training folder that goes when the job ends.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use train::Checkpoints;
 
+use crate::engine_loop::Control;
 use crate::request::{self, Host};
-use crate::{Error, Result, Server};
+use crate::run::guarded;
+use crate::server::{lock, spawn};
+use crate::{Error, Result, Server, TrainJob};
 
 /// The folder of all jobs' folders, inside the training folder.
 const JOBS: &str = ".jobs";
@@ -20,12 +24,15 @@ const REQUEST: &str = "request.json";
 /// The body of the request of a job that failed.
 const FAILED: &str = "failed.json";
 
-/// How often a job was taken up, and the step it was taken up at last.
+/// How many processes have ended while they had taken the job up, and its step then.
 const TRIES: &str = "tries";
 
-/// A job that was taken up so often without getting any further is not taken up again: it may be
-/// what ends the process.
+/// A job that so many processes have ended with, without getting any further, is not taken up
+/// again: it may be what ends them.
 const MOST_TRIES: u64 = 3;
+
+/// There while the job is to hold.
+const PAUSED: &str = "paused";
 
 /// How many checkpoints stay.
 const KEEP: usize = 2;
@@ -79,6 +86,16 @@ impl Durable {
         let _ = std::fs::rename(self.folder.join(REQUEST), self.folder.join(FAILED));
     }
 
+    /// The process ends by itself, and not by this job.
+    pub(crate) fn outlived(&self) {
+        let _ = std::fs::remove_file(self.folder.join(TRIES));
+    }
+
+    /// The file that is there while the job is to hold.
+    pub(crate) fn pause_mark(&self) -> PathBuf {
+        self.folder.join(PAUSED)
+    }
+
     /// The job is over.
     pub(crate) fn end(&self) {
         let _ = std::fs::remove_dir_all(&self.folder);
@@ -89,7 +106,8 @@ fn failed(path: &Path, e: &std::io::Error) -> Error {
     Error::new(graph::Code::FileFailed, format!("cannot write {}: {e}", path.display()))
 }
 
-/// Counts that a job is taken up at `step`; false when that has led nowhere too often.
+/// Counts that a job is taken up at `step`, before anything is done for it that could end the
+/// process; false when that has led nowhere too often.
 fn may_try(folder: &Path, step: u64) -> bool {
     let path = folder.join(TRIES);
     let text = std::fs::read_to_string(&path).unwrap_or_default();
@@ -98,8 +116,11 @@ fn may_try(folder: &Path, step: u64) -> bool {
         (Some(tries), Some(at)) if at == step => tries,
         _ => 0,
     };
-    let _ = std::fs::write(&path, format!("{} {step}", tries.saturating_add(1)));
-    tries < MOST_TRIES
+    if tries >= MOST_TRIES {
+        return false;
+    }
+    let _ = std::fs::write(&path, format!("{} {step}", tries + 1));
+    true
 }
 
 /// What became of a job that an earlier process left behind.
@@ -113,21 +134,68 @@ pub struct TakenUp {
 
 /// Takes up the job that an earlier process left behind, from its last checkpoint. There is at
 /// most one, since one runs at a time; what cannot be taken up stays as it is.
-pub fn take_up(server: &Server, host: &Host) -> Vec<TakenUp> {
-    let Some(dir) = &host.train_dir else { return Vec::new() };
+///
+/// Its place is taken at once, so that nobody who asks for a training run meanwhile gets it; its
+/// data are rendered on a thread of its own, which `say`s what became of it, so that the server can
+/// answer before that.
+///
+/// # Errors
+/// When there is no thread to be had.
+pub fn take_up(server: &Server, host: &Host, say: impl Fn(TakenUp) + Send + 'static) -> Result<()> {
+    let Some(dir) = host.train_dir.clone() else { return Ok(()) };
     let entries = std::fs::read_dir(dir.join(JOBS)).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
     names.retain(|name| dir.join(JOBS).join(name).join(REQUEST).is_file());
     names.sort();
-    let take = |name: String| {
-        let outcome = one(server, host, dir, &name);
-        TakenUp { name, outcome }
-    };
-    names.into_iter().map(take).collect()
+    let Some(first) = names.first() else { return Ok(()) };
+    let mut place = Some(server.claim_for(first));
+    let (host, server) = (host.clone(), server.clone());
+    let handle = server.clone();
+    let spawned = spawn("taking up", move || {
+        for name in names {
+            let claimed = place.take().unwrap_or_else(|| server.claim_for(&name));
+            let outcome = claimed.and_then(|control| one(&server, &host, &dir, &name, control));
+            say(TakenUp { name, outcome });
+        }
+    });
+    spawned.map(|_| ()).inspect_err(|e| handle.failed(e))
 }
 
-fn one(server: &Server, host: &Host, dir: &Path, name: &str) -> Result<u64> {
+fn one(server: &Server, host: &Host, dir: &Path, name: &str, control: Arc<Control>) -> Result<u64> {
     let folder = dir.join(JOBS).join(name);
+    let mut started = false;
+    let taken = counted(&folder, || {
+        let job = guarded(|| read(server, host, &folder))?;
+        lock(&server.0.registry).room_for(name)?;
+        started = true;
+        server.start_run(job, control)
+    });
+    // A run that has started gives its place back itself.
+    taken.inspect_err(|e| {
+        if !started {
+            server.failed(e)
+        }
+    })
+}
+
+/// Does something with a job that may end the process, unless too many have ended there already
+/// without the job having got any further.
+fn counted<T>(folder: &Path, what: impl FnOnce() -> Result<T>) -> Result<T> {
+    // By the names of files: what is in them has ended processes too.
+    let step = Checkpoints::new(folder.to_path_buf(), KEEP).newest().unwrap_or(0);
+    if !may_try(folder, step) {
+        let message = format!(
+            "{MOST_TRIES} processes ended with the job at step {step}; remove {} to forget it",
+            folder.display()
+        );
+        return Err(Error::new(graph::Code::Internal, message));
+    }
+    // Who is told that it failed has outlived it.
+    what().inspect_err(|_| drop(std::fs::remove_file(folder.join(TRIES))))
+}
+
+/// What was asked for, with its data.
+fn read(server: &Server, host: &Host, folder: &Path) -> Result<TrainJob> {
     let path = folder.join(REQUEST);
     let unreadable = |e: std::io::Error| {
         let message = format!("cannot read {}: {e}", path.display());
@@ -139,20 +207,43 @@ fn one(server: &Server, host: &Host, dir: &Path, name: &str) -> Result<u64> {
         return Err(Error::new(graph::Code::InvalidInput, message));
     }
     let body = std::fs::read(&path).map_err(unreadable)?;
-    let mut job = request::train(&body, host, &|| true)?;
-    let last = Checkpoints::new(folder.clone(), KEEP).last()?;
-    let step = last.map_or(0, |(snapshot, _)| snapshot.steps());
-    if !may_try(&folder, step) {
-        let message = format!(
-            "the job was taken up {MOST_TRIES} times at step {step} and got no further; remove {} \
-             to forget it",
-            folder.display()
-        );
-        return Err(Error::new(graph::Code::Internal, message));
-    }
+    let mut job = request::train(&body, host, &|| server.is_ready())?;
     if let Some(durable) = &mut job.durable {
         durable.resume = true;
     }
-    server.train(job)?;
-    Ok(step)
+    Ok(job)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    /// A panic stands for what ends a process: nothing is done after it.
+    #[test]
+    fn a_job_that_ends_its_processes_is_left_alone_from_its_first_word_on() {
+        let folder = std::env::temp_dir().join(format!("gradus-tries-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir_all(&folder).unwrap();
+        let dies = || catch_unwind(AssertUnwindSafe(|| counted::<()>(&folder, || panic!("dead"))));
+        // Who is told why it fails does not count, nor do those before it.
+        for _ in 0..MOST_TRIES - 1 {
+            assert!(dies().is_err());
+        }
+        for _ in 0..2 * MOST_TRIES {
+            let failed = Error::new(graph::Code::RunInProgress, "later");
+            let e = counted::<()>(&folder, || Err(failed.clone())).unwrap_err();
+            assert_eq!(e, failed);
+        }
+        for _ in 0..MOST_TRIES {
+            assert!(dies().is_err());
+        }
+        let e = counted(&folder, || Ok(())).unwrap_err();
+        assert!(e.message.contains("3 processes ended with the job at step 0"), "{e}");
+        // One that got further is as new.
+        std::fs::write(folder.join("step-00000004.safetensors"), b"").unwrap();
+        counted(&folder, || Ok(())).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 }

@@ -2,9 +2,10 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use graph::{Code, Stop};
@@ -56,6 +57,8 @@ impl ToLoop {
 pub(crate) struct Control {
     pub(crate) cancel: AtomicBool,
     pub(crate) pause: AtomicBool,
+    /// The file that is there while a pause is asked for, of a run that outlives the process.
+    pub(crate) pause_mark: OnceLock<PathBuf>,
     /// Set by the loop while a pause is in effect.
     pub(crate) paused: AtomicBool,
     /// Set by the loop when it sends a checkpoint, taken back by the owner who has written it. The
@@ -64,6 +67,17 @@ pub(crate) struct Control {
 }
 
 impl Control {
+    /// Asks for a pause, or no longer; also in the process that goes on with the run.
+    pub(crate) fn set_pause(&self, pause: bool) {
+        self.pause.store(pause, Ordering::Relaxed);
+        let Some(mark) = self.pause_mark.get() else { return };
+        // What cannot be written holds for this process alone.
+        let _ = match pause {
+            true => std::fs::write(mark, b""),
+            false => std::fs::remove_file(mark),
+        };
+    }
+
     /// Whether the run holds: paused, or until its checkpoint is written.
     fn holds(&self) -> bool {
         self.paused.load(Ordering::Relaxed) || self.writing.load(Ordering::Relaxed)

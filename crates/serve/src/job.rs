@@ -57,9 +57,9 @@ pub struct TrainJob {
     /// The settings.
     pub config: TrainConfig,
     /// What is learned.
-    pub examples: Vec<Example>,
+    pub examples: Arc<[Example]>,
     /// What is only measured, after each epoch.
-    pub held_out: Vec<Example>,
+    pub held_out: Arc<[Example]>,
     /// What became of the data.
     pub data: DataReport,
     /// How it shares the device.
@@ -93,6 +93,8 @@ pub struct JobPlan {
     pub parameter_bytes: usize,
     /// Bytes that threads scratch on.
     pub scratch_bytes: usize,
+    /// Bytes of its examples, which are there already.
+    pub data_bytes: usize,
     /// Layers are computed again in the backward pass.
     pub recompute: bool,
     /// The kernels it runs on, and those of what it falls back to.
@@ -112,10 +114,13 @@ pub struct JobPlan {
 pub struct LearnJob {
     /// The alias. One that is not there yet starts from a fresh adapter.
     pub alias: String,
-    /// The settings; targets, rank and alpha are those of the adapter, where there is one.
+    /// The settings; those of the adapter and its optimizer are theirs, where they are there.
     pub config: TrainConfig,
+    /// Which of these were asked for, by field: where they differ from those that the adapter or
+    /// its optimizer keeps, the job is refused.
+    pub asked: Vec<&'static str>,
     /// What is learned.
-    pub examples: Vec<Example>,
+    pub examples: Arc<[Example]>,
     /// How it shares the device.
     pub pacing: Pacing,
     /// As of [`TrainJob`].

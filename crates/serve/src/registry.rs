@@ -45,8 +45,10 @@ pub(crate) struct Generation {
 
 /// An adapter with the optimizer that moved it, to go on from.
 pub(crate) struct Shadow {
-    pub(crate) adapter: Adapter,
+    pub(crate) adapter: Arc<Adapter>,
     pub(crate) optimizer: Optimizer,
+    /// Optimizer steps it is of.
+    pub(crate) steps: u64,
 }
 
 /// An alias.
@@ -58,8 +60,9 @@ pub(crate) struct Alias {
     pub(crate) count: u64,
     /// What was learned and is not served yet.
     pub(crate) shadow: Option<Arc<Shadow>>,
-    /// What was learned and then served.
-    pub(crate) promoted: Option<Arc<Shadow>>,
+    /// What was learned and then served, by the generation that it was served as: another that is
+    /// served since knows nothing of it.
+    pub(crate) promoted: Option<(u64, Arc<Shadow>)>,
 }
 
 /// All aliases that something is served under or learned for.

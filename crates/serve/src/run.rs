@@ -1,5 +1,7 @@
 //! Training runs: bounded and refused before they start, run by the loop, published at their end.
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel};
@@ -23,8 +25,8 @@ type Shared = Trainer<Arc<Model>>;
 /// What a run needs to be set up, of either kind of job.
 struct Setup<'j> {
     config: &'j TrainConfig,
-    examples: &'j [Example],
-    held_out: &'j [Example],
+    examples: &'j Arc<[Example]>,
+    held_out: &'j Arc<[Example]>,
     budget: Option<usize>,
     may_recompute: bool,
     measure_first: bool,
@@ -66,6 +68,46 @@ impl Drop for Held<'_> {
     }
 }
 
+/// What a shadow goes on from: an adapter, and what moved it so far with how many steps.
+struct Known {
+    adapter: Arc<Adapter>,
+    optimizer: Option<(Optimizer, u64)>,
+}
+
+/// Refuses settings that were asked for and differ from those that the adapter and its optimizer
+/// keep: they would be without effect.
+fn check_kept(job: &LearnJob, adapter: &Adapter, optimizer: Option<&Optimizer>) -> Result<()> {
+    let config = &job.config;
+    let pairs = || adapter.tensors.iter();
+    let rank = |target: &String| config.ranks.get(target).copied().unwrap_or(config.rank);
+    let targets = || config.targets.iter().collect::<BTreeSet<_>>();
+    let same = |field: &str| match field {
+        "targets" | "top_layers" => pairs().map(|pair| pair.0).eq(targets()),
+        "rank" => pairs().all(|(name, pair)| pair.rank == rank(name)),
+        "ranks" => {
+            pairs().all(|(name, pair)| config.ranks.get(name).is_none_or(|&rank| rank == pair.rank))
+        }
+        "alpha" | "rslora" => {
+            let alpha = config.effective_alpha();
+            pairs().all(|(_, pair)| pair.scale == alpha / pair.rank as f32)
+        }
+        "optimizer" | "momentum" => optimizer.is_none_or(|o| o.method == config.method),
+        "weight_decay" => optimizer.is_none_or(|o| o.weight_decay == config.weight_decay),
+        _ => true,
+    };
+    let Some(field) = job.asked.iter().find(|field| !same(field)) else { return Ok(()) };
+    let of = match *field {
+        "optimizer" | "momentum" | "weight_decay" => "its optimizer",
+        _ => "the adapter",
+    };
+    let message = format!(
+        "`{field}` differs from what {of} of `{}` was made with, which it keeps; leave it out, or \
+         learn under another alias",
+        job.alias
+    );
+    Err(Error::field(*field, message))
+}
+
 /// A run that is differentiated and planned.
 struct Prepared {
     trainer: Shared,
@@ -73,7 +115,8 @@ struct Prepared {
     steps: u64,
     parameters: usize,
     scratch: usize,
-    /// Bytes that it takes beside the model, and that it may take.
+    data: usize,
+    /// Bytes that it takes beside the model, its data among them, and that it may take.
     needed: usize,
     allowed: Option<usize>,
 }
@@ -82,8 +125,9 @@ impl Prepared {
     /// What its record says of that.
     fn planned(&self) -> runs::Planned {
         let parameters = self.trainer.parameter_bytes();
-        let arena = self.needed.saturating_sub(parameters + self.scratch);
+        let arena = self.needed.saturating_sub(parameters + self.scratch + self.data);
         let parts = [
+            ("data", self.data),
             ("arena", arena),
             ("scratch of the threads", self.scratch),
             ("adapter, gradients, moments", parameters),
@@ -112,19 +156,43 @@ impl Server {
         self.check_alias(&job.name)?;
         lock(&self.0.registry).room_for(&job.name)?;
         let control = self.claim(&job.name)?;
+        self.start_run(job, control)?;
+        Ok(self.train_status())
+    }
+
+    /// Takes the place of the one run there can be for one that is yet to be read.
+    pub(crate) fn claim_for(&self, name: &str) -> Result<Arc<Control>> {
+        let control = self.claim(name)?;
+        let out = Some(format!("{name}.gguf"));
+        *lock(&self.0.status) =
+            TrainStatus { state: State::Starting, out, ..TrainStatus::default() };
+        Ok(control)
+    }
+
+    /// As [`Server::train`], for a job that has its place. Gives the step it begins at.
+    pub(crate) fn start_run(&self, job: TrainJob, control: Arc<Control>) -> Result<u64> {
         *lock(&self.0.status) = TrainStatus::starting(&job, self.0.model.geometry().layers);
         let (reply, begun) = channel();
         let server = self.clone();
         self.work(move || {
-            let begun = guarded(|| server.begin(&job, control.clone()));
-            let failed = begun.as_ref().err().cloned();
-            failed.iter().for_each(|e| server.failed(e));
-            let _ = reply.send(failed.map_or_else(|| Ok(server.train_status()), Err));
-            if let Ok((progress, mut record)) = begun
-                && let Err(e) = guarded(|| server.follow(&job, &control, &progress, &mut record))
+            let (progress, mut record, step) = match guarded(|| server.begin(&job, control.clone()))
             {
-                job.durable.iter().for_each(Durable::set_aside);
-                record.end(runs::State::Failed, Some(e.message.clone()));
+                Ok(begun) => begun,
+                Err(e) => {
+                    server.failed(&e);
+                    let _ = reply.send(Err(e));
+                    return;
+                }
+            };
+            let _ = reply.send(Ok(step));
+            if let Err(e) = guarded(|| server.follow(&job, &control, &progress, &mut record)) {
+                // What ends since the server does has not failed: the next process goes on with it.
+                let stops = e.code == Code::Stopping;
+                if !stops {
+                    job.durable.iter().for_each(Durable::set_aside);
+                }
+                let state = if stops { runs::State::Interrupted } else { runs::State::Failed };
+                record.end(state, Some(e.message.clone()));
                 server.failed(&e);
             }
         });
@@ -137,12 +205,12 @@ impl Server {
         let _ = lock(&self.0.work).send(Box::new(what));
     }
 
-    /// Sets a run up, begins its record, and hands it to the loop.
+    /// Sets a run up, begins its record, and hands it to the loop; also gives the step it begins at.
     fn begin(
         &self,
         job: &TrainJob,
         control: Arc<Control>,
-    ) -> Result<(Receiver<Progress>, JobRecord)> {
+    ) -> Result<(Receiver<Progress>, JobRecord, u64)> {
         let prepared = self.set_up(&Setup::of(job), start_of(job))?;
         let planned = prepared.planned();
         let Prepared { mut trainer, steps, .. } = prepared;
@@ -153,18 +221,30 @@ impl Server {
                 trainer.restore(snapshot, false)?;
             }
             durable.begin()?;
+            let mark = durable.pause_mark();
+            // A pause outlives the process too; one that was asked for meanwhile has no mark yet.
+            let slot = lock(&self.0.control);
+            let pause = control.pause.load(Ordering::Relaxed) || durable.resume && mark.exists();
+            let _ = control.pause_mark.set(mark);
+            if pause {
+                control.set_pause(true);
+            }
+            drop(slot);
         }
-        let plan = Plan { config: trainer.config(), planned, step: trainer.steps() };
+        let step = trainer.steps();
+        let plan = Plan { config: trainer.config(), planned, step };
         let mut record = JobRecord::begin(self, job, plan);
         {
             let mut status = lock(&self.0.status);
             status.graph_mib = trainer.planned_bytes() as f64 / f64::from(1 << 20);
-            status.steps_total = steps;
+            (status.steps, status.steps_total) = (step, steps);
             status.state = State::Running;
         }
         match self.hand_over(trainer, control, job.pacing) {
-            Ok(progress) => Ok((progress, record)),
+            Ok(progress) => Ok((progress, record, step)),
             Err(e) => {
+                // Whoever asked is told that it has not begun.
+                job.durable.iter().filter(|durable| !durable.resume).for_each(Durable::end);
                 record.end(runs::State::Failed, Some(e.message.clone()));
                 Err(e)
             }
@@ -199,7 +279,7 @@ impl Server {
     /// # Errors
     /// When there is none, or it has another name.
     pub fn pause(&self, out: &str) -> Result<TrainStatus> {
-        self.controlled(Some(out), |control| control.pause.store(true, Ordering::Relaxed))
+        self.controlled(Some(out), |control| control.set_pause(true))
     }
 
     /// Lets the run of this file name go on.
@@ -207,7 +287,7 @@ impl Server {
     /// # Errors
     /// As [`Server::pause`].
     pub fn resume(&self, out: &str) -> Result<TrainStatus> {
-        self.controlled(Some(out), |control| control.pause.store(false, Ordering::Relaxed))
+        self.controlled(Some(out), |control| control.set_pause(false))
     }
 
     fn controlled(&self, out: Option<&str>, set: impl FnOnce(&Control)) -> Result<TrainStatus> {
@@ -251,10 +331,22 @@ impl Server {
     }
 
     fn learned(&self, mut job: LearnJob, control: Arc<Control>) -> Result<Learned> {
-        let (from, served) = self.shadow_of(&job.alias);
-        if let Some((adapter, _)) = &from {
-            job.config.go_on_with(adapter);
-        }
+        let (from, served) = self.learned_so_far(&job.alias);
+        let mut steps_before = 0;
+        let from = match from {
+            Some(known) => {
+                let adapter = known.adapter;
+                check_kept(&job, &adapter, known.optimizer.as_ref().map(|o| &o.0))?;
+                job.config.go_on_with(&adapter);
+                let fresh = || Optimizer::new(job.config.method, job.config.weight_decay);
+                let (optimizer, steps) = known.optimizer.unwrap_or_else(|| (fresh(), 0));
+                (job.config.method, job.config.weight_decay) =
+                    (optimizer.method, optimizer.weight_decay);
+                steps_before = steps;
+                Some((Arc::unwrap_or_clone(adapter), optimizer))
+            }
+            None => None,
+        };
         let setup = Setup {
             config: &job.config,
             examples: &job.examples,
@@ -279,9 +371,12 @@ impl Server {
                 Progress::Ended(ended) => {
                     let (trainer, end) = *ended;
                     let outcome = finished(trainer, end)?;
-                    let Outcome { adapter, optimizer, steps, .. } = outcome;
-                    let total_steps = optimizer.steps;
-                    let shadow = Shadow { adapter, optimizer };
+                    let Outcome { adapter, optimizer, steps, best, .. } = outcome;
+                    let adapter = Arc::new(adapter);
+                    // Of what is kept, not of what was seen last.
+                    let total_steps = steps_before + best.map_or(steps, |best| best.0);
+                    let after = best.map_or(after, |best| best.1);
+                    let shadow = Shadow { adapter, optimizer, steps: total_steps };
                     lock(&self.0.registry).learned(&job.alias, shadow);
                     return Ok(Learned {
                         steps,
@@ -296,14 +391,18 @@ impl Server {
         Err(stopped())
     }
 
-    /// What a shadow goes on from: itself, else what is served; and the generation served.
-    fn shadow_of(&self, alias: &str) -> (Option<(Adapter, Optimizer)>, u64) {
+    /// What a shadow goes on from, and the generation served.
+    fn learned_so_far(&self, alias: &str) -> (Option<Known>, u64) {
         let registry = lock(&self.0.registry);
         let Some(entry) = registry.get(alias) else { return (None, 0) };
         let number = entry.served.as_ref().map_or(0, |g| g.number);
-        let from = match (entry.shadow.as_ref().or(entry.promoted.as_ref()), &entry.served) {
-            (Some(shadow), _) => Some((shadow.adapter.clone(), shadow.optimizer.clone())),
-            (None, Some(g)) => Some(((*g.attached.adapter).clone(), Optimizer::default())),
+        let promoted = entry.promoted.as_ref().filter(|(as_number, _)| *as_number == number);
+        let from = match (entry.shadow.as_ref().or(promoted.map(|p| &p.1)), &entry.served) {
+            (Some(shadow), _) => Some(Known {
+                adapter: shadow.adapter.clone(),
+                optimizer: Some((shadow.optimizer.clone(), shadow.steps)),
+            }),
+            (None, Some(g)) => Some(Known { adapter: g.attached.adapter.clone(), optimizer: None }),
             (None, None) => None,
         };
         (from, number)
@@ -317,8 +416,12 @@ impl Server {
         self.check_idle(alias)?;
         let shadow = self.alias(alias, |entry| entry.shadow.clone());
         let shadow = shadow.ok_or_else(|| self.unknown(alias))?.ok_or_else(|| nothing(alias))?;
-        let number = self.publish(alias, Arc::new(shadow.adapter.clone()), None)?;
-        self.alias(alias, |entry| (entry.shadow, entry.promoted) = (None, Some(shadow)));
+        let number = self.publish(alias, shadow.adapter.clone(), None)?;
+        self.alias(alias, |entry| {
+            // What was learned meanwhile stays.
+            entry.shadow.take_if(|now| Arc::ptr_eq(now, &shadow));
+            entry.promoted = Some((number, shadow));
+        });
         Ok(number)
     }
 
@@ -368,12 +471,12 @@ impl Server {
         let mut prepared = self.prepare(&setup, start_of(job))?;
         let instead = match prepared.too_much() {
             Some(allowed) => {
-                let room = allowed.saturating_sub(prepared.scratch);
+                let room = allowed.saturating_sub(prepared.data);
                 Some(self.what_fits(&setup, job.fallback.as_ref(), room)?)
             }
             None => None,
         };
-        let Prepared { trainer, recompute, steps, parameters, scratch, needed, allowed } =
+        let Prepared { trainer, recompute, steps, parameters, scratch, data, needed, allowed } =
             &mut prepared;
         let seconds = match self.0.options.rates {
             Some(rates) => Some(rates.seconds(&trainer.cost()?)),
@@ -387,9 +490,10 @@ impl Server {
         Ok(JobPlan {
             steps: *steps,
             parameters: *parameters,
-            arena_bytes: needed.saturating_sub(parameter_bytes + *scratch),
+            arena_bytes: needed.saturating_sub(parameter_bytes + *scratch + *data),
             parameter_bytes,
             scratch_bytes: *scratch,
+            data_bytes: *data,
             recompute: *recompute,
             devices: devices.map(|device| device.family().to_string()).collect(),
             seconds,
@@ -399,9 +503,10 @@ impl Server {
         })
     }
 
-    /// Bytes a run may take.
-    fn allowed(&self, setup: &Setup<'_>) -> Option<usize> {
-        [setup.budget, self.0.model.device().available()].into_iter().flatten().min()
+    /// Bytes a run may take, of which its data are there already.
+    fn allowed(&self, setup: &Setup<'_>, data: usize) -> Option<usize> {
+        let free = self.0.model.device().available().map(|free| free.saturating_add(data));
+        [setup.budget, free].into_iter().flatten().min()
     }
 
     /// Differentiates and plans; with recomputation where that alone makes it fit.
@@ -409,7 +514,6 @@ impl Server {
         if setup.examples.is_empty() {
             return Err(Error::new(Code::BadData, "there are no examples to learn from"));
         }
-        let allowed = self.allowed(setup);
         let mut config = setup.config.clone();
         loop {
             let start = Start { from: start.from.clone(), fallback: start.fallback.clone() };
@@ -418,15 +522,16 @@ impl Server {
                 trainer.measure_first();
             }
             trainer.checkpoint_every(setup.checkpoint_every);
-            let event = trainer.load(setup.examples.to_vec(), setup.held_out.to_vec())?;
-            let Event::Start { steps, parameters, scratch_bytes, .. } = event else {
+            let event = trainer.load(setup.examples.clone(), setup.held_out.clone())?;
+            let Event::Start { steps, parameters, .. } = event else {
                 return Err(Error::new(Code::Internal, "a run began with something else"));
             };
-            let scratch = scratch_bytes * self.0.model.device().threads();
-            let needed = trainer.planned_bytes() + scratch;
+            let (scratch, data) = (trainer.scratch_bytes(), trainer.data_bytes());
+            let needed = trainer.planned_bytes() + scratch + data;
+            let allowed = self.allowed(setup, data);
             let recompute = config.graph.recompute != Recompute::None;
             let prepared =
-                Prepared { trainer, recompute, steps, parameters, scratch, needed, allowed };
+                Prepared { trainer, recompute, steps, parameters, scratch, data, needed, allowed };
             if prepared.too_much().is_none() || recompute || !setup.may_recompute {
                 return Ok(prepared);
             }
@@ -439,7 +544,7 @@ impl Server {
         let fallback = start.fallback.clone();
         let mut prepared = self.prepare(setup, start)?;
         if let Some(allowed) = prepared.too_much() {
-            let room = allowed.saturating_sub(prepared.scratch);
+            let room = allowed.saturating_sub(prepared.data);
             let fits = self.what_fits(setup, fallback.as_ref(), room)?;
             let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;
             let message = format!(
@@ -460,14 +565,16 @@ impl Server {
         fallback: Option<&Arc<dyn graph::Device>>,
         allowed: usize,
     ) -> Result<String> {
-        let examples = setup.examples.iter().chain(setup.held_out);
-        let longest = examples.map(Example::rows).max().unwrap_or(0);
         let TrainConfig { walks, graph, .. } = setup.config;
         let window = walks.map_or(graph.rows, |walks| walks.window);
-        let may_chunk = |rows| request::is_chunk(rows, window);
-        let checkpoints = setup.checkpoint_every > 0;
-        let wanted =
-            train::Wanted { fallback, longest, allowed, checkpoints, may_chunk: &may_chunk };
+        let wanted = train::Wanted {
+            fallback,
+            examples: setup.examples,
+            held_out: setup.held_out,
+            allowed,
+            checkpoints: setup.checkpoint_every > 0,
+            may_chunk: &|rows| request::is_chunk(rows, window),
+        };
         let nearest = train::nearest(&self.0.model, setup.config, &wanted)?;
         let none = || "no window fits; adapt fewer layers or a lower rank".to_string();
         Ok(nearest.map_or_else(none, |nearest| nearest.in_words()))
@@ -541,21 +648,18 @@ impl Server {
                 Progress::Ended(ended) => {
                     let (mut trainer, end) = *ended;
                     let durable = job.durable.as_ref();
-                    if let (End::Stopped, Some(durable)) = (&end, durable) {
-                        // The next process goes on from here.
-                        if trainer.steps() > 0 {
-                            durable.checkpoints().write(&trainer.snapshot()?)?;
-                        }
+                    if let End::Stopped = end {
+                        self.put_by(job, trainer);
+                        record.end(runs::State::Interrupted, Some("the server stopped".into()));
+                        return Ok(());
                     }
-                    if let End::Cancelled | End::Stopped = end {
-                        let cancelled = matches!(end, End::Cancelled);
+                    if let End::Cancelled = end {
                         drop(trainer);
                         if let Some(e) = unkept {
                             return Err(e);
                         }
-                        durable.filter(|_| cancelled).into_iter().for_each(Durable::end);
-                        let why = if cancelled { "it was cancelled" } else { "the server stopped" };
-                        record.end(runs::State::Interrupted, Some(why.into()));
+                        durable.into_iter().for_each(Durable::end);
+                        record.end(runs::State::Interrupted, Some("it was cancelled".into()));
                         self.ended(|status| status.state = State::Cancelled);
                         self.0.counters.jobs_failed.add(1);
                         return Ok(());
@@ -603,6 +707,27 @@ impl Server {
         Err(stopped())
     }
 
+    /// The server stops before the run's end: the next process goes on with it, from here or, where
+    /// that cannot be written, from its last checkpoint.
+    fn put_by(&self, job: &TrainJob, mut trainer: Shared) {
+        let kept = match job.durable.as_ref().filter(|_| trainer.steps() > 0) {
+            Some(durable) => trainer.snapshot().and_then(|now| durable.checkpoints().write(&now)),
+            None => Ok(PathBuf::new()),
+        };
+        job.durable.iter().for_each(Durable::outlived);
+        drop(trainer);
+        self.0.counters.jobs_failed.add(1);
+        self.ended(|status| match kept {
+            Ok(_) => status.state = State::Cancelled,
+            Err(e) => {
+                let e = Error::from(e);
+                let message = format!("{}; the job goes on from its last checkpoint", e.message);
+                status.state = State::Error;
+                status.error = Some(Failure::from(&Error { message, ..e }));
+            }
+        });
+    }
+
     /// The run is over: its place is free, and its status stays.
     fn ended(&self, with: impl FnOnce(&mut TrainStatus)) {
         let mut control = lock(&self.0.control);
@@ -614,7 +739,7 @@ impl Server {
         with(&mut status);
     }
 
-    fn failed(&self, e: &Error) {
+    pub(crate) fn failed(&self, e: &Error) {
         self.0.counters.jobs_failed.add(1);
         self.ended(|status| {
             status.state = State::Error;
@@ -658,7 +783,7 @@ fn nothing(alias: &str) -> Error {
 }
 
 /// A panic off the loop is a failure of its job alone.
-fn guarded<T>(what: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn guarded<T>(what: impl FnOnce() -> Result<T>) -> Result<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(what)).unwrap_or_else(|_| {
         Err(Error::new(Code::Internal, "the job panicked; this is a bug in Gradus"))
     })

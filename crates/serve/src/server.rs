@@ -95,7 +95,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn spawn(name: &str, what: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+pub(crate) fn spawn(name: &str, what: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     std::thread::Builder::new()
         .name(name.into())
         .spawn(what)
@@ -182,7 +182,7 @@ impl Server {
                 generation: served.map_or(0, |g| g.number),
                 created: served.map_or(0, |g| g.created),
                 file: served.and_then(|g| g.file.clone()),
-                shadow_steps: alias.shadow.as_ref().map(|s| s.optimizer.steps),
+                shadow_steps: alias.shadow.as_ref().map(|s| s.steps),
             });
         }
         names

@@ -431,7 +431,7 @@ fn a_job_is_started_watched_and_its_adapter_served() {
     assert_eq!((&whole["recompute"], &whole["seconds"]), (&json!(false), &Value::Null));
     assert_eq!(whole["devices"].as_array().unwrap().len(), 1);
     let needed = |plan: &Value| plan["needed_mib"].as_f64().unwrap();
-    let parts = ["arena_mib", "parameters_mib", "scratch_mib"];
+    let parts = ["arena_mib", "parameters_mib", "scratch_mib", "data_mib"];
     let sum: f64 = parts.iter().map(|part| whole[part].as_f64().unwrap()).sum();
     assert!((needed(&whole) - sum).abs() < 1e-9, "{whole}");
     // It recomputes by itself where that makes it fit, unless it must not.

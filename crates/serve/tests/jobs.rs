@@ -12,7 +12,7 @@ use common::*;
 use graph::{Code, Policy};
 use odd::Odd;
 use serve::{Ask, LearnJob, Options, Pacing, Server, State, TrainJob};
-use train::{Example, TrainConfig};
+use train::{Example, Method, TrainConfig};
 
 fn broken() -> (Fixture, Arc<Odd>, Server) {
     let (toy, device) = (Fixture::llama(), Odd::new());
@@ -132,12 +132,12 @@ fn what_cannot_be_trained_is_refused_by_name() {
         }),
         ("window", Code::InvalidInput, "window", &|j| j.config.graph.rows = 1 << 40),
         ("memory", Code::OverBudget, "would fit", &|j| j.memory_budget = Some(1 << 20)),
-        ("no data", Code::BadData, "no examples", &|j| j.examples.clear()),
+        ("no data", Code::BadData, "no examples", &|j| j.examples = Arc::new([])),
         ("too long", Code::BadData, "larger window", &|j| {
-            j.examples = vec![Example { tokens: vec![1; 400], weights: vec![1.0; 400] }];
+            j.examples = [Example { tokens: vec![1; 400], weights: vec![1.0; 400] }].into();
         }),
         ("outside", Code::BadData, "outside of the vocabulary", &|j| {
-            j.examples = vec![Example { tokens: vec![1 << 20; 9], weights: vec![1.0; 9] }];
+            j.examples = [Example { tokens: vec![1 << 20; 9], weights: vec![1.0; 9] }].into();
         }),
     ];
     for (what, code, word, change) in cases {
@@ -203,7 +203,8 @@ fn learn(toy: &Fixture, alias: &str) -> LearnJob {
     LearnJob {
         alias: alias.into(),
         config: toy.config(),
-        examples: examples(9),
+        asked: Vec::new(),
+        examples: examples(9).into(),
         pacing: Pacing::Never,
         memory_budget: None,
         may_recompute: false,
@@ -251,4 +252,110 @@ fn what_is_learned_is_served_when_it_is_promoted_and_not_before() {
         assert_eq!(third.loss_before, second.loss_after);
         server.stop(Duration::ZERO);
     }
+}
+
+/// What was promoted is gone on from while it is served, and no longer.
+#[test]
+fn learning_goes_on_from_what_is_served() {
+    let toy = Fixture::llama();
+    let server = toy.server(Options::default());
+    let file = toy.adapter_file("a");
+    server.load_adapter("loaded", &file).unwrap();
+    let expected = server.learn(learn(&toy, "loaded")).unwrap();
+    server.learn(learn(&toy, "new")).unwrap();
+    server.promote("new").unwrap();
+    server.load_adapter("new", &file).unwrap();
+    let learned = server.learn(learn(&toy, "new")).unwrap();
+    assert_eq!((learned.loss_before, learned.loss_after), {
+        (expected.loss_before, expected.loss_after)
+    });
+    assert_eq!((learned.total_steps, learned.served_generation), (learned.steps, 2));
+    // A job that writes the alias's file is as good as a load.
+    server.discard("new").unwrap();
+    server.train(toy.job("new", Pacing::Never)).unwrap();
+    wait(&server, State::Done);
+    let after_job = server.learn(learn(&toy, "new")).unwrap();
+    assert_eq!((after_job.total_steps, after_job.served_generation), (after_job.steps, 3));
+    assert_ne!(after_job.loss_before, learned.loss_before);
+    server.stop(Duration::ZERO);
+}
+
+/// What an adapter and its optimizer keep cannot be set anew, and is not passed over.
+#[test]
+fn settings_that_an_alias_keeps_are_refused_where_they_differ() {
+    let toy = Fixture::llama();
+    let server = toy.server(Options::default());
+    let sgd = Method::Sgd { momentum: 0.5 };
+    let config = TrainConfig { method: sgd, weight_decay: 0.25, ..toy.config() };
+    let with = |config: &TrainConfig, asked: &[&'static str]| LearnJob {
+        config: config.clone(),
+        asked: asked.to_vec(),
+        ..learn(&toy, "new")
+    };
+    server.load_adapter("new", &toy.adapter_file("a")).unwrap();
+    // A loaded adapter has no optimizer yet: it gets the one that is asked for.
+    let first = server.learn(with(&config, &["optimizer", "weight_decay", "rank"])).unwrap();
+    let adam = TrainConfig { method: Method::default(), ..config.clone() };
+    let decay = TrainConfig { weight_decay: 0.0, ..config.clone() };
+    let rank = TrainConfig { rank: 5, ..config.clone() };
+    let alpha = TrainConfig { alpha: 9.0, ..config.clone() };
+    let layer = TrainConfig { targets: vec!["blk.0.attn_q.weight".into()], ..config.clone() };
+    for (other, field) in [
+        (&adam, "optimizer"),
+        (&decay, "weight_decay"),
+        (&rank, "rank"),
+        (&alpha, "alpha"),
+        (&layer, "targets"),
+    ] {
+        let e = server.learn(with(other, &[field])).unwrap_err();
+        assert_eq!((e.code, e.field.as_deref()), (Code::InvalidInput, Some(field)), "{e}");
+        assert!(e.message.contains("which it keeps"), "{e}");
+    }
+    // What is not asked for is what is kept.
+    let second = server.learn(with(&adam, &[])).unwrap();
+    let again = server.learn(with(&config, &["optimizer", "weight_decay", "rank"])).unwrap();
+    assert_eq!((second.loss_before, again.loss_before), (first.loss_after, second.loss_after));
+    assert_eq!(again.total_steps, 3 * first.steps);
+    // It is SGD that moved it: AdamW would have come out elsewhere.
+    server.load_adapter("other", &toy.adapter_file("a")).unwrap();
+    let other = server.learn(LearnJob { alias: "other".into(), ..with(&adam, &[]) }).unwrap();
+    assert_eq!(other.loss_before, first.loss_before);
+    assert_ne!(other.loss_after, first.loss_after);
+    server.stop(Duration::ZERO);
+}
+
+#[test]
+fn what_is_said_of_a_shadow_is_of_the_one_that_is_kept() {
+    let toy = Fixture::llama();
+    let server = toy.server(Options::default());
+    // It gets worse before long, and ends there.
+    let config = TrainConfig { patience: Some(1), lr: 1.0, epochs: 60, ..toy.config() };
+    let of = |config: TrainConfig| LearnJob { config, ..learn(&toy, "new") };
+    let first = server.learn(of(config)).unwrap();
+    assert!(first.total_steps < first.steps, "the last step was the best: {first:?}");
+    assert_eq!(server.names()[1].shadow_steps, Some(first.total_steps));
+    let second = server.learn(of(TrainConfig { lr: 1e-6, ..toy.config() })).unwrap();
+    assert_eq!(second.loss_before, first.loss_after);
+    assert_eq!(second.total_steps, first.total_steps + second.steps);
+    server.stop(Duration::ZERO);
+}
+
+/// The data are memory too.
+#[test]
+fn data_are_in_the_plan() {
+    let toy = Fixture::llama();
+    let server = toy.server(Options::default());
+    let job = toy.job("planned", Pacing::Never);
+    let numbers = |job: &TrainJob| job.examples.iter().map(|e| e.tokens.len()).sum::<usize>();
+    let plan = server.plan(&job).unwrap();
+    assert!(plan.data_bytes >= 8 * numbers(&job), "{plan:?}");
+    let needed = plan.arena_bytes + plan.parameter_bytes + plan.scratch_bytes;
+    let more = TrainJob {
+        examples: (0..1000).flat_map(examples).collect(),
+        memory_budget: Some(needed + (1 << 17)),
+        ..toy.job("planned", Pacing::Never)
+    };
+    assert_eq!(server.plan(&more).unwrap().data_bytes / 8 / numbers(&more), 1);
+    assert_eq!(server.train(more).unwrap_err().code, Code::OverBudget);
+    server.stop(Duration::ZERO);
 }

@@ -501,6 +501,11 @@ impl Checkpoints {
         Ok(path)
     }
 
+    /// The step of the last checkpoint, by its name alone: it may be damaged.
+    pub fn newest(&self) -> Option<u64> {
+        self.files().last().map(|(step, _)| *step)
+    }
+
     /// The last checkpoint, if there is any, and its file. One that is damaged is passed over for
     /// the one before it.
     ///

@@ -86,9 +86,11 @@ fn wrong<T>(field: &str, found: impl std::fmt::Display, wanted: &str) -> Result<
 }
 
 impl TrainConfig {
+    /// Checks all that can be without a model.
+    ///
     /// # Errors
     /// Names the setting and what is expected of it.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub fn check(&self) -> Result<()> {
         self.method.check()?;
         if !(self.lr > 0.0 && self.lr <= 1.0) {
             return wrong("lr", self.lr, "a number above 0 and up to 1");
@@ -156,7 +158,7 @@ impl TrainConfig {
     }
 
     /// The alpha whose `alpha / rank` is the adapter's scale.
-    pub(crate) fn effective_alpha(&self) -> f32 {
+    pub fn effective_alpha(&self) -> f32 {
         match self.rslora {
             true => self.alpha * (self.rank as f32).sqrt(),
             false => self.alpha,

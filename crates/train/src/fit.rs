@@ -18,7 +18,8 @@ pub struct Nearest {
     pub config: TrainConfig,
     /// The window is shorter than the longest example: what is longer has to be shortened.
     pub shortens: bool,
-    /// Bytes a run with them takes beside the model, at most.
+    /// Bytes a run with them takes beside the model and the data, those that threads scratch on
+    /// among them.
     pub bytes: usize,
 }
 
@@ -49,11 +50,13 @@ impl Nearest {
 pub struct Wanted<'a> {
     /// Where nodes fall back to.
     pub fallback: Option<&'a Arc<dyn Device>>,
-    /// Rows of the longest example.
-    pub longest: usize,
-    /// Most bytes to take beside the model.
+    /// What is learned.
+    pub examples: &'a Arc<[Example]>,
+    /// What is only measured.
+    pub held_out: &'a Arc<[Example]>,
+    /// Most bytes to take beside the model and the data, those that threads scratch on among them.
     pub allowed: usize,
-    /// Checkpoints are written, from a copy of what moves.
+    /// Whether what moves is copied, for checkpoints or where the run ends early.
     pub checkpoints: bool,
     /// Says whether chunks of so many rows are allowed.
     pub may_chunk: &'a dyn Fn(usize) -> bool,
@@ -63,6 +66,8 @@ pub struct Wanted<'a> {
 /// then smaller windows that still hold the longest example; then chunks of a window, which leave
 /// its gradient as it is; and last windows that examples have to be shortened for.
 ///
+/// Each is set up as the run would be, with its data, so that what is named does fit.
+///
 /// # Errors
 /// The refusal, where the run is refused at any size.
 pub fn nearest<M: Deref<Target = Model> + Clone>(
@@ -70,25 +75,35 @@ pub fn nearest<M: Deref<Target = Model> + Clone>(
     config: &TrainConfig,
     wanted: &Wanted<'_>,
 ) -> Result<Option<Nearest>> {
-    let longest = wanted.longest;
+    let all = wanted.examples.iter().chain(&**wanted.held_out);
+    let longest = all.map(Example::rows).max().unwrap_or(0);
     for (rows, walks) in candidates(config, longest, wanted.may_chunk) {
         let mut config = TrainConfig { walks, ..config.clone() };
         config.graph.recompute = Recompute::PerLayer;
         config.graph.rows = rows;
         let start = Start { from: None, fallback: wanted.fallback.cloned() };
         let mut trainer = Trainer::start(model.clone(), config.clone(), start)?;
-        if walks.is_some() {
-            // What a walk keeps on its way is known when there is one.
-            let (tokens, weights) = (vec![0; longest + 1], vec![1.0; longest + 1]);
-            trainer.load(vec![Example { tokens, weights }], Vec::new())?;
+        if wanted.checkpoints {
+            trainer.may_end_early();
         }
-        let bytes = trainer.bytes_with(wanted.checkpoints);
+        let shortens = config.longest() < longest;
+        let [examples, held_out] = [wanted.examples, wanted.held_out].map(|all| match shortens {
+            true => all.iter().map(|example| shortened(example, rows)).collect(),
+            false => all.clone(),
+        });
+        trainer.load(examples, held_out)?;
+        let bytes = trainer.planned_bytes() + trainer.scratch_bytes();
         if bytes <= wanted.allowed {
-            let shortens = walks.is_none() && rows < longest;
             return Ok(Some(Nearest { config, shortens, bytes }));
         }
     }
     Ok(None)
+}
+
+/// An example of so many rows at most, all of which carry loss: more than any of its pieces needs.
+fn shortened(example: &Example, rows: usize) -> Example {
+    let tokens: Vec<u32> = example.tokens.iter().take(rows + 1).copied().collect();
+    Example { weights: vec![1.0; tokens.len()], tokens }
 }
 
 /// Rows of a graph and the walk, from what was asked for on.

@@ -16,13 +16,13 @@ use std::sync::Arc;
 use graph::{
     DType, Device, GradPrecision, Placed, Policy, Real, Recompute, Shape, Stop, Workspace,
 };
-use model::{Adapter, Model, Weights};
+use model::{Model, Weights};
 
 use self::graphs::{Built, Inputs, Kind, Run};
 pub use self::masks::Masks;
 use self::memory::Memory;
 use self::walk::Walk;
-use crate::{Error, Example, Result, Window, pack};
+use crate::{Error, Example, Parameters, Result, Window, pack};
 
 /// What a gradient graph is built for.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -84,15 +84,6 @@ pub struct Walks {
     /// Bytes of host memory that walks may take; 0 for no bound. States of recurrent layers are
     /// kept more rarely, and computed again, where that is needed to stay below.
     pub host_budget: usize,
-}
-
-/// What a gradient is taken of: an adapter's matrices, and float tensors of the model by name.
-#[derive(Clone, PartialEq, Debug, Default)]
-pub struct Parameters {
-    /// The adapter, if any.
-    pub adapter: Option<Adapter>,
-    /// Values of float tensors that are trained or differentiated.
-    pub weights: BTreeMap<String, Vec<f32>>,
 }
 
 /// A loss and its gradient.
@@ -339,10 +330,16 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         match self.is_walked(window) {
             true => Ok(self.survey(window, forward, parameters)?.kinds()),
             false => {
-                let labelled = bucket(labelled(window));
+                let labelled = self.bucket(labelled(window));
                 Ok(vec![self.kind(labelled, None, !forward, forward)])
             }
         }
+    }
+
+    /// Rows that carry loss, rounded up so that few graphs serve all windows; never more than a
+    /// graph has, so that the one of [`Gradients::plan`] is the largest.
+    fn bucket(&self, labelled: usize) -> usize {
+        labelled.max(1).next_multiple_of(64).min(self.config.rows)
     }
 
     /// A graph of an evaluation, which drops nothing, or of an optimizer step.
@@ -478,7 +475,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
                 window.examples.len(),
             )));
         }
-        let labelled = bucket(labelled(window));
+        let labelled = self.bucket(labelled(window));
         let kind = self.kind(labelled, None, !goal.is_loss(), goal.is_loss());
         let numbers = window.numbers.iter().copied().chain(std::iter::repeat(u32::MAX));
         let all = window.examples.iter().zip(numbers).map(|(e, number)| (e, number, 0..e.rows()));
@@ -649,52 +646,6 @@ fn lay_out<'a>(
     Inputs { ints, weights, loud }
 }
 
-impl Parameters {
-    /// How many numbers move.
-    pub fn count(&self) -> usize {
-        let adapter = self.adapter.as_ref().map_or(0, Adapter::parameters);
-        adapter + self.weights.values().map(Vec::len).sum::<usize>()
-    }
-
-    /// The length of the longest of [`Parameters::names`], whose gradient is read at once.
-    pub(crate) fn longest(&self) -> usize {
-        let pairs = self.adapter.iter().flat_map(|a| a.tensors.values());
-        let pairs = pairs.map(|pair| pair.a.len().max(pair.b.len()));
-        pairs.chain(self.weights.values().map(Vec::len)).max().unwrap_or(0)
-    }
-
-    /// The leaf names of everything a gradient is taken of, in order.
-    pub fn names(&self) -> Vec<String> {
-        let mut names = Vec::new();
-        for target in self.adapter.iter().flat_map(|a| a.tensors.keys()) {
-            names.push(format!("0:{target}.lora_a"));
-            names.push(format!("0:{target}.lora_b"));
-        }
-        names.extend(self.weights.keys().cloned());
-        names
-    }
-
-    /// The matrices that one of [`Parameters::names`] is of, unless it is a tensor of the model.
-    pub(crate) fn pair(&self, name: &str) -> Option<&model::LoraTensor> {
-        let (target, _) = name.strip_prefix("0:")?.rsplit_once('.')?;
-        self.adapter.as_ref()?.tensors.get(target)
-    }
-
-    /// The values of one of [`Parameters::names`], to be moved.
-    pub fn value_mut(&mut self, name: &str) -> Option<&mut [f32]> {
-        let Some(rest) = name.strip_prefix("0:") else {
-            return self.weights.get_mut(name).map(Vec::as_mut_slice);
-        };
-        let (target, part) = rest.rsplit_once('.')?;
-        let pair = self.adapter.as_mut()?.tensors.get_mut(target)?;
-        match part {
-            "lora_a" => Some(&mut pair.a),
-            "lora_b" => Some(&mut pair.b),
-            _ => None,
-        }
-    }
-}
-
 /// The mean loss of examples under an adapter, by the served graph's own logits.
 ///
 /// # Errors
@@ -723,11 +674,6 @@ pub fn loss_of(
         }
     }
     Ok(sum / total)
-}
-
-/// Rows that carry loss, rounded up so that few graphs serve all windows.
-fn bucket(labelled: usize) -> usize {
-    labelled.max(1).next_multiple_of(64)
 }
 
 fn put(list: &mut [i32], at: usize, value: i32) {

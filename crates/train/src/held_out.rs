@@ -1,12 +1,36 @@
 //! The loss of what is held out, and what a number that is not finite came from.
 
 use std::ops::Deref;
+use std::sync::Arc;
 
 use graph::{Search, Stop};
 use model::Model;
 
 use crate::gradients::Pass;
-use crate::{Error, Goal, Gradients, Parameters, Result, Window};
+use crate::{Error, Example, Goal, Gradients, Parameters, Result, Window};
+
+/// What is held out, in the windows it is evaluated in.
+pub(crate) struct Held {
+    pub(crate) examples: Arc<[Example]>,
+    windows: Vec<Vec<usize>>,
+    /// The weight of all its tokens.
+    total: f64,
+}
+
+impl Held {
+    pub(crate) fn new(examples: Arc<[Example]>, windows: Vec<Vec<usize>>) -> Held {
+        let total = examples.iter().map(Example::weight).sum();
+        Held { examples, windows, total }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.examples.is_empty()
+    }
+
+    pub(crate) fn windows(&self) -> impl Iterator<Item = Window> {
+        self.windows.iter().map(|window| Window::of(&self.examples, window))
+    }
+}
 
 /// An evaluation under way.
 pub(crate) struct HeldOut {
@@ -23,23 +47,26 @@ impl HeldOut {
         HeldOut { whole_epoch, window: 0, loss: 0.0, pass: None, blame: None }
     }
 
-    /// Goes on until the mean loss of `windows`, whose weights sum to `total`, is known, or until
-    /// `stop` says so, which is `None`.
+    /// Goes on until the mean loss of what is held out is known, or until `stop` says so, which is
+    /// `None`.
     ///
     /// # Errors
     /// A fault, or a loss that is not finite, with what made it so.
     pub(crate) fn advance<M: Deref<Target = Model>>(
         &mut self,
-        (windows, total): (&[Window], f64),
+        held: &Held,
         gradients: &mut Gradients<M>,
         parameters: &Parameters,
         steps: u64,
         stop: &dyn Stop,
     ) -> Result<Option<f64>> {
-        while let Some(window) = windows.get(self.window) {
+        while let Some(window) = held.windows.get(self.window) {
             let pass = match &mut self.pass {
                 Some(pass) => pass,
-                none => none.insert(gradients.begin(window, total, Goal::Loss, parameters)?),
+                none => {
+                    let window = Window::of(&held.examples, window);
+                    none.insert(gradients.begin(&window, held.total, Goal::Loss, parameters)?)
+                }
             };
             if let Some(blame) = &mut self.blame {
                 blame.advance(gradients, pass, parameters, stop)?;

@@ -19,6 +19,7 @@ mod gradients;
 mod held_out;
 mod moved;
 mod optimizer;
+mod parameters;
 mod record;
 mod step;
 mod targets;
@@ -32,9 +33,10 @@ pub use error::{Error, Result};
 pub use estimate::Rates;
 pub use fit::{Nearest, Wanted, nearest};
 pub use gradients::{
-    Goal, Gradients, GraphConfig, Masks, Measured, Parameters, Pass, Walks, loss_of, most_sequences,
+    Goal, Gradients, GraphConfig, Masks, Measured, Pass, Walks, loss_of, most_sequences,
 };
 pub use optimizer::{Method, Optimizer, Schedule};
+pub use parameters::Parameters;
 pub use record::{Recorded, Recorder, all_settings, facts};
 pub use targets::{select_targets, top_layers};
 pub use trainer::{Advance, Event, Outcome, Start, Trainer};

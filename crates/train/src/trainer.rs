@@ -9,9 +9,9 @@ use model::{Adapter, Model};
 
 use crate::checkpoint::{Cursor, Identity, Snapshot, digest, digest_start};
 use crate::epochs::Epochs;
-use crate::held_out::HeldOut;
+use crate::held_out::{Held, HeldOut};
 use crate::moved::{Moved, Summary};
-use crate::step::{Step, Stepped, total_weight};
+use crate::step::{Step, Stepped};
 use crate::{
     Checkpoints, Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig,
     Window,
@@ -92,7 +92,8 @@ pub struct Outcome {
     pub adapter: Adapter,
     /// The model's own tensors that were trained, by name.
     pub weights: BTreeMap<String, Vec<f32>>,
-    /// The optimizer with its moments, for a run that goes on from here.
+    /// The optimizer with its moments, for a run that goes on from here; as before its first step
+    /// where the result is not that of the last one.
     pub optimizer: Optimizer,
     /// Optimizer steps taken.
     pub steps: u64,
@@ -146,14 +147,22 @@ pub(crate) struct Best {
 /// not depend on where it was stopped.
 pub struct Trainer<M> {
     gradients: Gradients<M>,
+    /// Without values before [`Trainer::fill`], but those of an adapter it goes on from.
     parameters: Parameters,
+    is_filled: bool,
+    /// A fresh adapter is drawn.
+    draws: bool,
     /// Of the parameters, in order.
     names: Vec<String>,
+    /// How many numbers each has.
+    lengths: Vec<usize>,
     optimizer: Optimizer,
     moved: Moved,
     config: TrainConfig,
     examples: Arc<[Example]>,
-    held_out: Vec<Window>,
+    held_out: Held,
+    /// Bytes that each thread scratches on, in the graphs that the data need.
+    scratch_bytes: usize,
     /// Of all examples, those held out included.
     data: u64,
     /// Of the adapter it goes on with.
@@ -176,11 +185,11 @@ pub struct Trainer<M> {
 }
 
 impl<M: Deref<Target = Model>> Trainer<M> {
-    /// Sets a run up: checks the settings, draws a fresh adapter, and differentiates and plans
-    /// the graph.
+    /// Sets a run up: checks the settings, and differentiates and plans the graph. Nothing is
+    /// allocated for the run; [`Trainer::reserve`] does that.
     ///
     /// # Errors
-    /// A setting, by field; or the refusal, before anything is allocated for the run.
+    /// A setting, by field; or the refusal.
     pub fn new(model: M, config: TrainConfig) -> Result<Trainer<M>> {
         Trainer::start(model, config, Start::default())
     }
@@ -191,11 +200,22 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Trainer::new`].
     pub fn start(model: M, config: TrainConfig, start: Start) -> Result<Trainer<M>> {
         config.check()?;
-        let TrainConfig { targets, seed, method, weight_decay, .. } = &config;
+        let TrainConfig { targets, method, weight_decay, .. } = &config;
         let fresh = Optimizer::new(*method, *weight_decay);
         let began = start.from.as_ref().map(|(adapter, moved)| digest_start(adapter, moved));
+        let draws = start.from.is_none() && !targets.is_empty();
         let (adapter, optimizer) = match start.from {
-            Some((adapter, optimizer)) => (Some(adapter), optimizer),
+            Some((adapter, optimizer)) => {
+                let kept = (optimizer.method, optimizer.weight_decay);
+                if kept != (*method, *weight_decay) {
+                    return Err(Error::Setting(format!(
+                        "the optimizer to go on with is {kept:?} in method and weight decay, the \
+                         settings say {:?}; expected the same",
+                        (method, weight_decay)
+                    )));
+                }
+                (Some(adapter), optimizer)
+            }
             None if targets.is_empty() && config.weights.is_empty() => {
                 let why = "`targets` is empty; expected at least one projection or weight";
                 return Err(Error::Setting(why.into()));
@@ -203,7 +223,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             None if targets.is_empty() => (None, fresh),
             None => {
                 let alpha = config.effective_alpha();
-                (Some(Adapter::fresh(&model, config.ranks(), alpha, *seed)?), fresh)
+                (Some(Adapter::outline(&model, config.ranks(), alpha)?), fresh)
             }
         };
         let dropout = config.graph.dropout.get();
@@ -213,9 +233,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
         let adapter = adapter.map(|adapter| Adapter { dropout, ..adapter });
         let moved = Moved::new(&model, adapter.as_ref(), &config.weights);
-        // Planned before a tensor is read, so that what is refused costs nothing.
         let empty = config.weights.iter().map(|name| (name.clone(), Vec::new()));
-        let mut parameters = Parameters { adapter, weights: empty.collect() };
+        let parameters = Parameters { adapter, weights: empty.collect() };
+        let (names, lengths) = (parameters.names(), parameters.lengths(&model)?);
+        optimizer.resume(names.iter().map(String::as_str).zip(lengths.iter().copied()))?;
         let mut gradients = Gradients::new(model, config.graph.clone())?;
         if let Some(walks) = config.walks {
             gradients = gradients.with_walks(walks)?;
@@ -223,27 +244,21 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         if let Some(device) = start.fallback {
             gradients = gradients.with_fallback(device);
         }
-        let mut lengths: Vec<(String, usize)> = Vec::new();
-        for name in parameters.names() {
-            let len = parameters.value_mut(&name).map_or(0, |values| values.len());
-            lengths.extend((len > 0).then_some((name, len)));
-        }
-        optimizer.resume(lengths.iter().map(|(name, len)| (name.as_str(), *len)))?;
         gradients.plan(&parameters)?;
-        for (name, values) in &mut parameters.weights {
-            *values = gradients.model().read_f32(name)?;
-            optimizer.resume(std::iter::once((name.as_str(), values.len())))?;
-        }
         Ok(Trainer {
             gradients,
-            names: parameters.names(),
             parameters,
+            is_filled: false,
+            draws,
+            names,
+            lengths,
             first_step: optimizer.steps,
             optimizer,
             moved,
             config,
             examples: Arc::new([]),
-            held_out: Vec::new(),
+            held_out: Held::new(Arc::new([]), Vec::new()),
+            scratch_bytes: 0,
             data: 0,
             start: began,
             epochs: Epochs::new(0, 0),
@@ -313,9 +328,41 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         &self.config
     }
 
-    /// The parameters as they are.
-    pub fn parameters(&self) -> &Parameters {
-        &self.parameters
+    /// The parameters as they are; those that are not there yet are drawn or read.
+    ///
+    /// # Errors
+    /// When memory is out, or a tensor of the model cannot be read again.
+    pub fn parameters(&mut self) -> Result<&Parameters> {
+        self.fill()?;
+        Ok(&self.parameters)
+    }
+
+    /// Draws and reads the values that are not there yet: a run that is only planned, or refused,
+    /// takes no memory for them.
+    fn fill(&mut self) -> Result<()> {
+        if self.is_filled {
+            return Ok(());
+        }
+        let model = self.gradients.model();
+        if let (true, Some(outline)) = (self.draws, &self.parameters.adapter) {
+            let (alpha, seed) = (self.config.effective_alpha(), self.config.seed);
+            let fresh = Adapter::fresh(model, self.config.ranks(), alpha, seed)?;
+            let dropout = outline.dropout;
+            self.parameters.adapter = Some(Adapter { dropout, ..fresh });
+        }
+        for (name, values) in &mut self.parameters.weights {
+            *values = model.read_f32(name)?;
+        }
+        for (name, &planned) in self.names.iter().zip(&self.lengths) {
+            let found = self.parameters.value_mut(name).map_or(0, |values| values.len());
+            if found != planned {
+                return Err(Error::Stopped(format!(
+                    "parameter `{name}` has {found} numbers, {planned} were planned"
+                )));
+            }
+        }
+        self.is_filled = true;
+        Ok(())
     }
 
     /// The plan of the largest graph, which says exactly what a run takes.
@@ -359,22 +406,27 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 return Err(Error::Data(message));
             }
         }
-        let all: Vec<usize> = (0..held_out.len()).collect();
-        let packed = self.gradients.pack(&held_out, &all)?;
-        self.held_out = packed.iter().map(|w| Window::of(&held_out, w)).collect();
-        for window in &self.held_out {
-            self.gradients.prepare(window, true, &self.parameters)?;
-        }
         let (mut arena_bytes, mut scratch_bytes) = (0, 0);
+        let mut prepare = |gradients: &mut Gradients<M>, window: &Window, forward| {
+            let (arena, scratch) = gradients.prepare(window, forward, &self.parameters)?;
+            (arena_bytes, scratch_bytes) = (arena_bytes.max(arena), scratch_bytes.max(scratch));
+            Ok::<(), Error>(())
+        };
+        let all: Vec<usize> = (0..held_out.len()).collect();
+        let windows = self.gradients.pack(&held_out, &all)?;
+        let held_out = Held::new(held_out, windows);
+        for window in held_out.windows() {
+            prepare(&mut self.gradients, &window, true)?;
+        }
         let mut epochs = Epochs::new(self.config.seed, examples.len());
         for _ in 0..self.config.epochs {
             let pack = |order: &[usize]| self.gradients.pack(&examples, order);
             let windows = epochs.add(&pack)?;
             for window in windows.iter().map(|w| Window::of(&examples, w)) {
-                let (arena, scratch) = self.gradients.prepare(&window, false, &self.parameters)?;
-                (arena_bytes, scratch_bytes) = (arena_bytes.max(arena), scratch_bytes.max(scratch));
+                prepare(&mut self.gradients, &window, false)?;
             }
         }
+        self.scratch_bytes = scratch_bytes;
         let accumulate = self.config.accumulate;
         self.steps = epochs.counts().iter().map(|n| n.div_ceil(accumulate) as u64).sum();
         self.epochs = epochs;
@@ -388,14 +440,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             let message = format!("`{name}` is set, but nothing is held out to evaluate");
             return Err(Error::Setting(message));
         }
-        self.data = digest([&*examples, &*held_out]);
-        self.examples = examples;
+        self.data = digest([&*examples, &*held_out.examples]);
+        (self.examples, self.held_out) = (examples, held_out);
         self.next = (0, 0);
         self.work = match self.measure_first {
             true => Work::HeldOut(Box::new(HeldOut::new(true))),
             false => Work::Next,
         };
-        let parameters = self.parameters.count();
+        let parameters = self.lengths.iter().sum();
         Ok(Event::Start { steps: self.steps, parameters, arena_bytes, scratch_bytes })
     }
 
@@ -415,34 +467,50 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.may_end_early = true;
     }
 
-    /// Bytes that a run takes beside the model: arenas, what crosses between devices, and for each
-    /// number that moves itself, its gradient, its moments, the best so far where that is kept, and
-    /// all but the gradient once more where checkpoints are taken; and one tensor's gradient of one
-    /// window, before it is added to those of others.
+    /// Bytes that a run takes beside the model and the data: arenas, what crosses between devices,
+    /// and for each number that moves itself, its gradient, its moments, the best so far where that
+    /// is kept, and all but the gradient once more where checkpoints are taken; and one tensor's
+    /// gradient of one window, before it is added to those of others.
     pub fn planned_bytes(&self) -> usize {
-        self.bytes_with(self.copies())
+        self.gradients.planned_bytes() + self.parameter_bytes()
     }
 
     /// The part of [`Trainer::planned_bytes`] that depends on how many numbers move; after
     /// [`Trainer::load`], since it counts steps.
     pub fn parameter_bytes(&self) -> usize {
-        self.parameter_bytes_with(self.copies())
-    }
-
-    /// As [`Trainer::planned_bytes`], with the copy that checkpoints are written from or without.
-    pub(crate) fn bytes_with(&self, copy: bool) -> usize {
-        self.gradients.planned_bytes() + self.parameter_bytes_with(copy)
-    }
-
-    /// A run that is stopped before its first checkpoint copies as much as one that comes to it.
-    fn copies(&self) -> bool {
-        self.checkpoint_every > 0 || self.may_end_early
-    }
-
-    fn parameter_bytes_with(&self, copy: bool) -> usize {
         let kept = 1 + self.config.method.moments() + usize::from(self.config.keeps_best());
-        let copied = if copy { kept } else { 0 };
-        (self.parameters.count() * (kept + 1 + copied) + self.parameters.longest()) * 4
+        // One that is stopped before its first checkpoint copies as much as one that comes to it.
+        let copies = self.checkpoint_every > 0 || self.may_end_early;
+        let copied = if copies { kept } else { 0 };
+        let (all, longest) =
+            (self.lengths.iter().sum::<usize>(), self.lengths.iter().max().copied().unwrap_or(0));
+        (all * (kept + 1 + copied) + longest) * 4
+    }
+
+    /// Bytes that all threads scratch on beside [`Trainer::planned_bytes`], after
+    /// [`Trainer::load`].
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch_bytes * self.gradients.model().device().threads()
+    }
+
+    /// Bytes of the data of [`Trainer::load`], and of the order they are in.
+    pub fn data_bytes(&self) -> usize {
+        let of = |example: &Example| {
+            let numbers = size_of_val(&*example.tokens) + size_of_val(&*example.weights);
+            // Its places in the order and in the windows of an epoch, which at worst has a list of
+            // its own for each.
+            numbers + size_of::<Example>() + 2 * size_of::<usize>() + size_of::<Vec<usize>>()
+        };
+        let bytes = |examples: &[Example]| examples.iter().map(of).sum::<usize>();
+        let held_out = &self.held_out.examples;
+        let shared = Arc::ptr_eq(held_out, &self.examples);
+        bytes(&self.examples) + if shared { 0 } else { bytes(held_out) }
+    }
+
+    /// Bytes of parameters whose values are there, those of an adapter it goes on from at first: a
+    /// part of [`Trainer::planned_bytes`] that has been taken.
+    pub fn held_bytes(&self) -> usize {
+        self.parameters.held() * 4
     }
 
     fn identity(&self) -> Identity {
@@ -475,6 +543,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// When that step fails; there is nothing whole to go on from then.
     pub fn snapshot(&mut self) -> Result<Snapshot> {
+        self.fill()?;
         self.settle()?;
         let mut snapshot = Snapshot::new(self.identity(), self.cursor());
         let mut at = 0;
@@ -517,6 +586,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// When it is of another model, other settings or other data, by name.
     pub fn restore(&mut self, snapshot: Snapshot, any_family: bool) -> Result<()> {
         let (cursor, mut tensors) = snapshot.of(&self.identity(), any_family)?;
+        self.fill()?;
         let moments = self.config.method.moments();
         let mut best_values = Vec::new();
         for name in &self.names {
@@ -554,11 +624,12 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.optimizer.steps - self.first_step
     }
 
-    /// Takes the memory of the run.
+    /// Takes the memory of the run, and draws and reads what moves.
     ///
     /// # Errors
-    /// When memory is out.
+    /// When memory is out, or a tensor of the model cannot be read again.
     pub fn reserve(&mut self) -> Result<()> {
+        self.fill()?;
         self.gradients.reserve()
     }
 
@@ -574,6 +645,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 
     fn go_on(&mut self, stop: &dyn Stop) -> Result<Advance> {
+        self.fill()?;
         loop {
             let measures_epoch = self.measures_epoch();
             match &mut self.work {
@@ -593,17 +665,16 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 }
                 Work::HeldOut(held_out) => {
                     let due = !held_out.whole_epoch || measures_epoch;
-                    let due: &[Window] = if due { &self.held_out } else { &[] };
-                    let windows = (due, total_weight(due));
-                    let Trainer { gradients, parameters, optimizer, .. } = self;
+                    let due = due && !self.held_out.is_empty();
+                    let Trainer { gradients, parameters, optimizer, held_out: held, .. } = self;
                     let steps = optimizer.steps;
-                    let Some(loss) =
-                        held_out.advance(windows, gradients, parameters, steps, stop)?
-                    else {
-                        return Ok(Advance::Stopped);
+                    let loss = match due {
+                        true => held_out.advance(held, gradients, parameters, steps, stop)?,
+                        false => Some(0.0),
                     };
+                    let Some(loss) = loss else { return Ok(Advance::Stopped) };
                     let whole_epoch = held_out.whole_epoch;
-                    let loss = (!due.is_empty()).then_some(loss);
+                    let loss = due.then_some(loss);
                     return Ok(Advance::Event(self.evaluated(whole_epoch, loss)));
                 }
                 Work::Snapshot(..) => {
@@ -754,6 +825,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// As [`Gradients::of`]; the parameters have not moved then.
     pub fn step(&mut self, windows: &[Window], lr: f32) -> Result<(f64, f64)> {
+        self.fill()?;
         let mut step = self.step_of(windows.to_vec(), lr);
         let Trainer { gradients, parameters, optimizer, moved, .. } = self;
         loop {
@@ -841,11 +913,17 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// As [`Trainer::check_moved`].
     pub fn finish(mut self) -> Result<Outcome> {
+        self.fill()?;
         self.settle()?;
         self.check_moved()?;
         let (steps, Summary { unrouted, moved, .. }) = (self.steps(), self.moved.summary());
         let best = self.best.as_ref().map(|b| (b.step, b.loss));
-        if let Some(Best { values, .. }) = self.best.take() {
+        if let Some(Best { step, values, .. }) = self.best.take() {
+            // What the optimizer keeps is of the last step, and of no use beside another's values.
+            if step != steps {
+                let Optimizer { method, weight_decay, .. } = self.optimizer;
+                self.optimizer = Optimizer::new(method, weight_decay);
+            }
             for (name, kept) in self.names.iter().zip(values) {
                 self.parameters.value_mut(name).unwrap_or(&mut []).copy_from_slice(&kept);
             }

@@ -193,7 +193,7 @@ fn what_is_written_down_at_any_edge_is_whole() {
             }
         }
     }
-    assert!(edges.len() > 4 * trainer.parameters().names().len(), "{}", edges.len());
+    assert!(edges.len() > 4 * trainer.parameters().unwrap().names().len(), "{}", edges.len());
     for edge in edges {
         let (mut trainer, mut before) = (fresh(), Vec::new());
         for _ in 0..=edge {

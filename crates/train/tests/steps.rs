@@ -70,7 +70,7 @@ fn run(name: &str, schedule: Schedule, accumulate: usize, eval_every: u64) -> (V
     trainer.load(vec![example; accumulate], held_out).unwrap();
     let (mut values, mut losses, mut stops) = (Vec::new(), Vec::new(), 0);
     loop {
-        let weight = &trainer.parameters().weights[WEIGHT];
+        let weight = &trainer.parameters().unwrap().weights[WEIGHT];
         assert!(weight.iter().all(|w| *w == weight[0]), "all are as one");
         if values.last() != Some(&weight[0]) {
             values.push(weight[0]);

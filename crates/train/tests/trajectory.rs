@@ -108,7 +108,7 @@ fn walk_as(
         errors.norm = errors.norm.max(relative(norm, norms[step]));
     }
     assert_eq!(lrs.len(), STEPS);
-    let trained = trainer.parameters().adapter.as_ref().unwrap();
+    let trained = trainer.parameters().unwrap().adapter.as_ref().unwrap();
     let mut compared = 0;
     for name in golden.names().iter().filter(|n| n.starts_with("traj.final.")) {
         let (target, part) = name.trim_start_matches("traj.final.").rsplit_once('.').unwrap();

@@ -224,7 +224,7 @@ fn train(args: &Args) -> Result<()> {
         ..TrainConfig::default()
     };
     let mut trainer = Trainer::new(model.clone(), config)?;
-    let parameters = trainer.parameters().adapter.as_ref().map_or(0, Adapter::parameters);
+    let parameters = trainer.parameters()?.adapter.as_ref().map_or(0, Adapter::parameters);
     let mut rates = Vec::new();
     let rounds = args.repetitions + 1;
     let mut progress = Progress::new("bench", Unit::Items, rounds as u64);

@@ -154,18 +154,23 @@ pub fn run(args: &Args) -> Result<()> {
             None => "off".into(),
         }
     ));
-    for job in serve::take_up(server, host) {
+    // Its place is taken before anybody can ask for another; it is read beside the answers.
+    serve::take_up(server, host, |job| {
         note(&match job.outcome {
             Ok(step) => format!("the job `{}` goes on from step {step}", job.name),
             Err(e) => format!("the job `{}` does not go on: {}", job.name, e.message),
         });
-    }
+    })?;
     http.serve(server.clone(), host.clone());
     while !interrupt.asked() {
         std::thread::sleep(LOOK);
     }
     note("stopping; once more to stop at once");
+    let trains = server.train_status().is_active();
     http.stop(Duration::from_secs(args.grace));
+    if let (true, Some(failure)) = (trains, server.train_status().error) {
+        note(&format!("the job that was under way: {}", failure.message));
+    }
     Ok(())
 }
 

@@ -197,7 +197,7 @@ async fn job(
 
 fn planned(job: &TrainJob, plan: &JobPlan) -> Value {
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-    let JobPlan { arena_bytes, parameter_bytes, scratch_bytes, .. } = plan;
+    let JobPlan { arena_bytes, parameter_bytes, scratch_bytes, data_bytes, .. } = plan;
     json!({
         "trains": true,
         "fits": plan.instead.is_none(),
@@ -212,7 +212,8 @@ fn planned(job: &TrainJob, plan: &JobPlan) -> Value {
         "arena_mib": mib(*arena_bytes),
         "parameters_mib": mib(*parameter_bytes),
         "scratch_mib": mib(*scratch_bytes),
-        "needed_mib": mib(arena_bytes + parameter_bytes + scratch_bytes),
+        "data_mib": mib(*data_bytes),
+        "needed_mib": mib(arena_bytes + parameter_bytes + scratch_bytes + data_bytes),
         "allowed_mib": plan.allowed_bytes.map(mib),
         "devices": plan.devices,
         "fallbacks": plan.fallbacks,

@@ -88,6 +88,17 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         None => None,
     };
     from.iter().for_each(|adapter| config.go_on_with(adapter));
+    let evaluated = [
+        ("patience", config.patience.is_some()),
+        ("keep_best", config.keep_best),
+        ("eval_every", config.eval_every > 0),
+    ];
+    if let Some((field, _)) = evaluated.iter().find(|(_, set)| *set && val_split == 0.0) {
+        let message = format!(
+            "`{field}` is set, but with a `val_split` of 0 nothing is held out to evaluate"
+        );
+        return Err(Error::field(*field, message));
+    }
     let window = config.longest();
     let data = match corpus(text, examples)? {
         Ok(text) => {
@@ -109,8 +120,8 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         name,
         out: path,
         config,
-        examples,
-        held_out,
+        examples: examples.into(),
+        held_out: held_out.into(),
         data,
         pacing,
         memory_budget,
@@ -162,6 +173,10 @@ pub fn learn(
     let mut fields = body(bytes, false)?;
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
     names::check_alias("alias", &alias, &host.name)?;
+    /// What an adapter and its optimizer keep.
+    const KEPT: [&str; 8] =
+        ["targets", "top_layers", "rank", "ranks", "alpha", "rslora", "optimizer", "weight_decay"];
+    let asked: Vec<_> = KEPT.into_iter().filter(|field| fields.has(field)).collect();
     let Settings { mut config, fit, pacing, memory_budget, may_recompute } =
         settings(&mut fields, host, false)?;
     let examples = fields.list("examples", MAX_EXAMPLES)?;
@@ -171,8 +186,15 @@ pub fn learn(
     let rows = rows(examples)?;
     let data = of_rows(&rows, host, config.longest(), fit, wanted)?.split(0.0)?;
     config.shrink(data.report.window);
-    let job =
-        LearnJob { alias, config, examples: data.train, pacing, memory_budget, may_recompute };
+    let job = LearnJob {
+        alias,
+        config,
+        asked,
+        examples: data.train.into(),
+        pacing,
+        memory_budget,
+        may_recompute,
+    };
     Ok((job, data.report))
 }
 
@@ -292,6 +314,7 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         seed,
         graph,
     };
+    config.check()?;
     Ok(Settings { config, fit, pacing, memory_budget, may_recompute })
 }
 
@@ -416,7 +439,13 @@ fn ranks(fields: &mut Fields, host: &Host, targets: &[String]) -> Result<BTreeMa
         let rank = rank.ok_or_else(|| wrong("ranks", &asked, expected))? as usize;
         let named = train::select_targets(&host.model, std::slice::from_ref(name));
         let named = named.map_err(|e| Error::field("ranks", format!("`ranks`: {e}")))?;
-        ranks.extend(named.into_iter().filter(|n| targets.contains(n)).map(|n| (n, rank)));
+        // Of what is adapted: `ffn` beside `"targets": "blk.3."` is about that layer.
+        let mut named = named.into_iter().filter(|n| targets.contains(n)).peekable();
+        if named.peek().is_none() {
+            let message = format!("`ranks`: `{name}` names none of the targets");
+            return Err(Error::field("ranks", message));
+        }
+        ranks.extend(named.map(|n| (n, rank)));
     }
     Ok(ranks)
 }

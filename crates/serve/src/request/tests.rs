@@ -302,7 +302,7 @@ fn a_training_job_has_the_defaults_and_takes_every_field() {
     // The window shrinks to what the data need.
     assert_eq!((job.data.window_asked, job.data.window, job.config.graph.rows), (512, 256, 256));
     let job = trained(&json!({
-        "targets": "q_proj, ffn", "ranks": {"attn_q": 2, "attn_k": 3}, "rank": 5,
+        "targets": "q_proj, ffn", "ranks": {"attn_q": 2, "ffn_up": 3}, "rank": 5,
         "optimizer": "sgd", "momentum": 0.5,
     }))
     .unwrap();
@@ -368,6 +368,10 @@ fn a_training_job_is_refused_by_field() {
         (json!({"targets": "attn_q,attn_x"}), "targets", "candidates: all, all-linear, attn, ffn,"),
         (json!({"targets": "attn", "ranks": {"attn_x": 2}}), "ranks", "is no projection"),
         (json!({"ranks": {"attn_q": 0}}), "ranks", "from 1 to 256"),
+        (json!({"targets": "attn_q", "ranks": {"ffn": 4}}), "ranks", "none of the targets"),
+        (json!({"patience": 2, "val_split": 0}), "patience", "`val_split` of 0"),
+        (json!({"keep_best": true, "val_split": 0}), "keep_best", "`val_split` of 0"),
+        (json!({"eval_every": 2, "val_split": 0.0}), "eval_every", "`val_split` of 0"),
         (json!({"parse_special": true}), "parse_special", "is about `text`"),
         (json!({"train_weights": "norm", "rank": 4}), "rank", "trains none"),
         (json!({"ranks": [8]}), "ranks", "an object"),
@@ -512,7 +516,7 @@ fn examples_have_the_tokens_that_are_served() {
         {"role": "assistant", "content": "Highbury."},
     ]);
     let job = trained(&json!({"examples": [{"messages": messages}]})).unwrap();
-    let [example] = job.examples.as_slice() else { panic!() };
+    let [example] = &*job.examples else { panic!() };
     let asked: Vec<Value> = messages.as_array().unwrap()[..4]
         .iter()
         .map(|m| json!({"role": m["role"], "content": m["content"]}))
@@ -623,7 +627,7 @@ fn a_text_is_covered_by_windows_and_what_is_held_out_was_not_seen() {
 
     let split = job(0.25);
     let kept = all.examples.len() * 3 / 4;
-    assert_eq!(split.examples, all.examples[..kept]);
+    assert_eq!(split.examples[..], all.examples[..kept]);
     let last = (kept - 1) * 256 + 513;
     let unseen = split.held_out.iter().map(train::Example::labelled).sum::<usize>();
     assert!(unseen > 0 && unseen == split.data.eval_trainable_tokens);

@@ -18,11 +18,12 @@ fn a_run_holds_until_its_checkpoint_is_written() {
     let targets = train::select_targets(&model, &["attn_q".into()]).unwrap();
     let server = Server::start(model, Options { positions: 256, ..Options::default() }).unwrap();
     let config = TrainConfig { targets, epochs: 4, ..TrainConfig::default() };
-    let examples = [Example { tokens: (1..30).collect(), weights: vec![1.0; 29] }];
+    let examples = [Example { tokens: (1..30).collect(), weights: vec![1.0; 29] }].into();
+    let none = Arc::new([]) as Arc<[Example]>;
     let setup = Setup {
         config: &config,
         examples: &examples,
-        held_out: &[],
+        held_out: &none,
         budget: None,
         may_recompute: false,
         measure_first: false,

@@ -154,7 +154,6 @@ impl<'a> Session<'a> {
         let weights = self.model.weights().bytes() as u64;
         let there = self.model.device().available().map(|n| n as u64);
         let allowed = self.budget.into_iter().chain(there).min();
-        let longest = self.examples.iter().chain(&*self.held_out).map(Example::rows).max();
         let mut config = self.config;
         loop {
             let from = self
@@ -171,19 +170,19 @@ impl<'a> Session<'a> {
                 trainer.measure_first();
             }
             let start = trainer.load(self.examples.clone(), self.held_out.clone())?;
-            let Event::Start { steps, parameters, scratch_bytes, .. } = start else {
+            let Event::Start { steps, parameters, .. } = start else {
                 return Err(Error::fault("a run began with something else"));
             };
             let of_parameters = trainer.parameter_bytes() as u64;
-            // With the data and the graphs, and before anything is taken for running them; what
-            // moves is there already, and counted with its gradients.
-            let values = 4 * trainer.parameters().count() as u64;
+            // With the data and the graphs, and before anything is taken for running them; an
+            // adapter to go on from is there already, and counted with its gradients.
+            let values = trainer.held_bytes() as u64;
             let process = memory::now().anonymous.map_or(0, |n| n.saturating_sub(weights + values));
             let plan = Plan {
                 weights,
                 process,
                 arena: (trainer.planned_bytes() as u64).saturating_sub(of_parameters),
-                scratch: (scratch_bytes * self.model.device().threads()) as u64,
+                scratch: trainer.scratch_bytes() as u64,
                 parameters: of_parameters,
             };
             let mut over = None;
@@ -192,11 +191,11 @@ impl<'a> Session<'a> {
                     config.graph.recompute = Recompute::PerLayer;
                     continue;
                 }
-                let room = allowed.saturating_sub(plan.scratch) as usize;
                 let wanted = train::Wanted {
                     fallback: None,
-                    longest: longest.unwrap_or(0),
-                    allowed: room,
+                    examples: &self.examples,
+                    held_out: &self.held_out,
+                    allowed: allowed as usize,
                     checkpoints: self.checkpoint_every.is_some(),
                     may_chunk: &|_| true,
                 };
@@ -223,7 +222,10 @@ impl<'a> Session<'a> {
                 ));
             }
             let mut from = 0;
-            if let Some(Keeping { checkpoints, resume: true, any_kernels, .. }) = &self.keeping {
+            // Of what does not fit nothing is read.
+            if let (None, Some(Keeping { checkpoints, resume: true, any_kernels, .. })) =
+                (&over, &self.keeping)
+            {
                 match checkpoints.last()? {
                     None => note(&format!(
                         "there is no checkpoint in {}: the run starts anew",
