@@ -23,6 +23,8 @@ const CHOSEN: u8 = 1;
 const B: [u8; 2] = [2, 4];
 /// A was owed a gradient; has received one.
 const A: [u8; 2] = [8, 16];
+/// B, or the tensor itself, has received a gradient, whether it moved by it or not.
+const FELT: u8 = 32;
 
 /// Per target (a pair is known by its B) what is known of it, or of each of its experts.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -41,9 +43,11 @@ pub(crate) struct Watched {
 pub(crate) struct Summary {
     /// Targets, experts of them as `TARGET[EXPERT]`, that were owed gradients and got none.
     pub(crate) dead: Vec<String>,
+    /// Those that got some, all of which were too small to change a value.
+    pub(crate) unchanged: Vec<String>,
     /// Experts of which nothing has moved since no token with loss chose them.
     pub(crate) unrouted: Vec<String>,
-    /// Targets without anything dead, and all.
+    /// Targets without anything dead or unchanged, and all.
     pub(crate) moved: (usize, usize),
 }
 
@@ -121,7 +125,10 @@ impl Moved {
                 (false, _) => {}
                 // B starts from zeros, so that its first gradients may be too small to change A.
                 (true, true) => *part |= flag,
-                (true, false) => before.push((i, values.to_vec())),
+                (true, false) => {
+                    *part |= FELT;
+                    before.push((i, values.to_vec()));
+                }
             }
         }
         (!before.is_empty()).then_some(Watched { target, flag, before })
@@ -146,26 +153,34 @@ impl Moved {
         for (name, parts) in &self.0 {
             let target = name.trim_start_matches("0:").trim_end_matches(".lora_b");
             let still = |part: u8| part & (A[1] | B[1]) == 0;
+            let before = summary.dead.len() + summary.unchanged.len();
+            let Summary { dead, unchanged, unrouted, .. } = &mut summary;
+            let mut lifeless = |part: u8, name: String| match part & FELT != 0 {
+                true => unchanged.push(name),
+                false => dead.push(name),
+            };
             if parts.iter().all(|&part| still(part)) {
-                summary.dead.push(target.to_string());
+                lifeless(parts.iter().fold(0, |all, part| all | part), target.to_string());
                 continue;
             }
-            let before = summary.dead.len();
             for (i, &part) in parts.iter().enumerate() {
                 let expert = if parts.len() > 1 { format!("[{i}]") } else { String::new() };
                 let lacks = |[owed, got]: [u8; 2]| part & owed != 0 && part & got == 0;
                 match (part & CHOSEN != 0, still(part)) {
-                    (false, true) => summary.unrouted.push(format!("{target}{expert}")),
-                    (true, true) => summary.dead.push(format!("{target}{expert}")),
+                    (false, true) => unrouted.push(format!("{target}{expert}")),
+                    (true, true) => lifeless(part, format!("{target}{expert}")),
                     (_, false) => {
-                        let halves = [("lora_a", A), ("lora_b", B)].into_iter();
-                        let of = halves.filter(|half| lacks(half.1));
-                        let names = of.map(|(half, _)| format!("{target}{expert}.{half}"));
-                        summary.dead.extend(names);
+                        if lacks(A) {
+                            lifeless(0, format!("{target}{expert}.lora_a"));
+                        }
+                        if lacks(B) {
+                            lifeless(part, format!("{target}{expert}.lora_b"));
+                        }
                     }
                 }
             }
-            summary.moved.0 += usize::from(summary.dead.len() == before);
+            let after = summary.dead.len() + summary.unchanged.len();
+            summary.moved.0 += usize::from(after == before);
         }
         summary
     }
@@ -252,6 +267,20 @@ mod tests {
         let mut of = pair([1.0, 0.0], [1.0, 0.0]);
         step(&mut of, [[1.0, 0.0]; 2], both);
         assert_eq!(dead(&of), ["t[1]"]);
+    }
+
+    /// What a gradient came to that changes no bit is no lack of gradients.
+    #[test]
+    fn steps_that_are_too_small_are_told_from_gradients_that_are_missing() {
+        let mut of = pair([1.0; 2], [1.0, 0.0]);
+        step(&mut of, [[0.0; 2], [1e-30, 0.0]], [true; 2]);
+        let summary = of.0.summary();
+        assert_eq!((summary.unchanged, summary.dead.len()), (vec!["t".to_string()], 0));
+        step(&mut of, [[1.0; 2], [1e-30, 0.0]], [true; 2]);
+        let summary = of.0.summary();
+        assert_eq!(summary.unchanged, ["t[0].lora_b"]);
+        assert_eq!(summary.dead, ["t[1].lora_b"]);
+        assert_eq!(summary.moved, (0, 1));
     }
 
     #[test]

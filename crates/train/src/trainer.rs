@@ -894,16 +894,30 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// # Errors
     /// [`Error::DeadAdapters`], which names those that have not.
     pub fn check_moved(&self) -> Result<()> {
-        let (steps, Summary { dead, moved, .. }) = (self.steps(), self.moved.summary());
-        if steps == 0 || dead.is_empty() {
+        let (steps, summary) = (self.steps(), self.moved.summary());
+        let Summary { dead, unchanged, moved, .. } = summary;
+        let mut why = Vec::new();
+        if !dead.is_empty() {
+            why.push(format!(
+                "no gradient reached {}: leave them out, or look for zeros in the tensors of the \
+                 model behind them",
+                dead.join(", ")
+            ));
+        }
+        if !unchanged.is_empty() {
+            why.push(format!(
+                "every step was too small to change a value of {}: raise the learning rate",
+                unchanged.join(", ")
+            ));
+        }
+        if steps == 0 || why.is_empty() {
             return Ok(());
         }
         Err(Error::DeadAdapters(format!(
-            "after {steps} steps {} of {} targets have not moved, since no gradient reached: {}; \
-             leave them out, or look for zeros in the tensors of the model behind them",
+            "after {steps} steps {} of {} targets have not moved: {}",
             moved.1 - moved.0,
             moved.1,
-            dead.join(", ")
+            why.join("; ")
         )))
     }
 
