@@ -286,8 +286,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Gradients::prepare`].
     pub fn cost(&mut self) -> Result<graph::Cost> {
         let mut evaluation = graph::Cost::default();
-        for window in &self.held_out {
-            evaluation += self.gradients.cost(window, true, &self.parameters)?;
+        for window in self.held_out.windows() {
+            evaluation += self.gradients.cost(&window, true, &self.parameters)?;
         }
         // Windows that go through the same graphs cost the same: few differ.
         let mut known: BTreeMap<(usize, usize), graph::Cost> = BTreeMap::new();
@@ -314,9 +314,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 cost += of;
             }
             let steps = rest.len().div_ceil(accumulate) as u64;
-            // Between two steps of the epoch, and after its last.
-            let between = |at: u64| every > 0 && (step + at).is_multiple_of(every);
-            let evaluations = 1 + (1..steps).filter(|&at| between(at)).count();
+            // As `after_step` and `measures_epoch` have them.
+            let last = e + 1 == self.epochs.counts().len();
+            let due = |at: &u64| match (every, *at == steps) {
+                (0, ends) => ends,
+                (_, true) if last => true,
+                _ => (step + at).is_multiple_of(every),
+            };
+            let evaluations = (1..=steps).filter(due).count();
             (0..evaluations).for_each(|_| cost += evaluation);
             step += steps;
         }

@@ -396,7 +396,7 @@ fn a_run_that_went_on_with_another_adapter_is_refused() {
         trainer
     };
     let name = "blk.0.attn_q.weight";
-    let snapshot = start(&|_| ()).snapshot();
+    let snapshot = start(&|_| ()).snapshot().unwrap();
     let file = folder("from").with_extension("safetensors");
     snapshot.write(&file).unwrap();
     let read = Snapshot::read(&file).unwrap();
@@ -409,7 +409,7 @@ fn a_run_that_went_on_with_another_adapter_is_refused() {
     refused(start(&|a| a.tensors.get_mut(name).unwrap().a[0] += 1.0), &snapshot, other);
     refused(start(&|a| a.tensors.get_mut(name).unwrap().scale *= 2.0), &snapshot, other);
     refused(fresh(), &snapshot, "this one has none");
-    refused(start(&|_| ()), &fresh().snapshot(), "without an adapter to go on with");
+    refused(start(&|_| ()), &fresh().snapshot().unwrap(), "without an adapter to go on with");
 }
 
 #[test]
