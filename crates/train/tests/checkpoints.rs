@@ -522,4 +522,7 @@ fn evaluations_are_in_what_a_run_costs() {
     assert!(close(cost(&[30, 30], 0, false) - none, 2.0 * epochs));
     assert!(close(cost(&[30], 2, false) - none, 2.0 * epochs));
     assert!(close(cost(&[30], 1, false) - none, 4.0 * epochs));
+    // After steps 3, 6, 9 and 12, and after 5, 10 and the last.
+    assert!(close(cost(&[30], 3, false) - none, epochs / 3.0 * 4.0));
+    assert!(close(cost(&[30], 5, false) - none, epochs));
 }
