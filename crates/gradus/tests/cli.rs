@@ -599,8 +599,12 @@ fn interrupted(signal: &str, times: usize) {
     let model = fixture("llama", "model.gguf");
     let data = folder.write("facts.jsonl", facts());
     let out = folder.file("a.gguf");
-    let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out]);
-    command.args(["--template", "plain", "--window", "128", "--epochs", "10000", "--json"]);
+    // The tests themselves may run where a terminal that goes away is ignored.
+    let mut command = Command::new("env");
+    command.args(if signal == "-HUP" { &["--default-signal=HUP"][..] } else { &[] });
+    command.args([env!("CARGO_BIN_EXE_gradus"), "train", "-m", &model, "--data", &data]);
+    command.args(["-o", &out, "--template", "plain", "--window", "128", "--epochs", "10000"]);
+    command.args(["--json", "--run-dir", &folder.file("runs")]);
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null());
     let mut child = command.spawn().unwrap();
     // It says something after its first step.
@@ -626,7 +630,8 @@ fn interrupted(signal: &str, times: usize) {
     let mut left: Vec<_> =
         std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
     left.sort();
-    assert_eq!(left, ["a.gguf", "a.gguf.checkpoints", "facts.jsonl"], "something half is left");
+    let whole = ["a.gguf", "a.gguf.checkpoints", "facts.jsonl", "runs"];
+    assert_eq!(left, whole, "something half is left");
     assert!(result["checkpoint"].as_str().unwrap().starts_with(&format!("{out}.checkpoints/")));
 }
 

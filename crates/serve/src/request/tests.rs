@@ -502,7 +502,8 @@ fn data_that_nobody_waits_for_are_not_rendered() {
         asked.get() < 4
     };
     assert_eq!(train(&body, &host(), &wanted).err().unwrap().code, Code::Stopping);
-    assert_eq!(asked.get(), 4);
+    // Once more to tell why the rendering ended; whoever went on would ask for each message.
+    assert!(asked.get() <= 5, "{}", asked.get());
 }
 
 #[test]
