@@ -65,6 +65,8 @@ const GRAPH: &[&str] = &[
 
 const KERNEL: &[&str] = &["-p gradus-cpu --test conformance", "-p gradus-cpu --lib"];
 
+const UNITS: &[&str] = &["-p gradus-cpu --lib"];
+
 const fn kernel(of: &'static str, ops: &'static str, units: &'static str) -> Tests {
     Tests { of, run: KERNEL, ops, units }
 }
@@ -95,6 +97,8 @@ const TESTS: &[Tests] = &[
     kernel("kernels/layout", "Broadcast,Copy,Pad,Concat", "layout prior_art kernels::tests fences"),
     kernel("kernels/dropout", "Dropout", "dropout prior_art kernels::tests fences"),
     kernel("kernels/elementwise", ELEMENTWISE, "elementwise prior_art kernels::tests fences"),
+    // Tiles are software in unit tests, where the processor has none, and nowhere else.
+    Tests { of: "matmul/tiles", run: UNITS, ops: "", units: "matmul prior_art fences" },
     kernel("matmul/experts", "Expert", "matmul prior_art kernels::tests fences"),
     kernel("matmul", "MatMul,Expert", "matmul prior_art kernels::tests fences"),
     kernel("crates/cpu/src/", "", ""),

@@ -30,7 +30,7 @@ struct Setup<'j> {
     budget: Option<usize>,
     may_recompute: bool,
     measure_first: bool,
-    checkpoint_every: u64,
+    checkpoint_every: Option<u64>,
 }
 
 impl<'j> Setup<'j> {
@@ -42,7 +42,7 @@ impl<'j> Setup<'j> {
             budget: job.memory_budget,
             may_recompute: job.may_recompute,
             measure_first: false,
-            checkpoint_every: job.durable.as_ref().map_or(0, |d| d.every),
+            checkpoint_every: job.durable.as_ref().map(|d| d.every),
         }
     }
 }
@@ -354,7 +354,7 @@ impl Server {
             budget: job.memory_budget,
             may_recompute: job.may_recompute,
             measure_first: true,
-            checkpoint_every: 0,
+            checkpoint_every: None,
         };
         let Prepared { trainer, .. } = self.set_up(&setup, Start { from, fallback: None })?;
         let progress = self.hand_over(trainer, control, job.pacing)?;
@@ -521,7 +521,9 @@ impl Server {
             if setup.measure_first {
                 trainer.measure_first();
             }
-            trainer.checkpoint_every(setup.checkpoint_every);
+            if let Some(every) = setup.checkpoint_every {
+                trainer.checkpoint_every(every);
+            }
             let event = trainer.load(setup.examples.clone(), setup.held_out.clone())?;
             let Event::Start { steps, parameters, .. } = event else {
                 return Err(Error::new(Code::Internal, "a run began with something else"));
@@ -572,7 +574,7 @@ impl Server {
             examples: setup.examples,
             held_out: setup.held_out,
             allowed,
-            checkpoints: setup.checkpoint_every > 0,
+            checkpoint_every: setup.checkpoint_every,
             may_chunk: &|rows| request::is_chunk(rows, window),
         };
         let nearest = train::nearest(&self.0.model, setup.config, &wanted)?;
@@ -711,7 +713,9 @@ impl Server {
     /// that cannot be written, from its last checkpoint.
     fn put_by(&self, job: &TrainJob, mut trainer: Shared) {
         let kept = match job.durable.as_ref().filter(|_| trainer.steps() > 0) {
-            Some(durable) => trainer.snapshot().and_then(|now| durable.checkpoints().write(&now)),
+            Some(durable) => {
+                trainer.last_snapshot().and_then(|now| durable.checkpoints().write(&now))
+            }
             None => Ok(PathBuf::new()),
         };
         job.durable.iter().for_each(Durable::outlived);

@@ -127,12 +127,12 @@ impl Snapshot {
         &mut self,
         name: &str,
         values: &[f32],
-        moments: &[Vec<f32>],
+        moments: Vec<Vec<f32>>,
         best: Option<&[f32]>,
     ) {
         self.tensors.insert(format!("value/{name}"), values.to_vec());
-        for (i, moment) in moments.iter().enumerate() {
-            self.tensors.insert(format!("moment{i}/{name}"), moment.clone());
+        for (i, moment) in moments.into_iter().enumerate() {
+            self.tensors.insert(format!("moment{i}/{name}"), moment);
         }
         if let Some(best) = best {
             self.tensors.insert(format!("best/{name}"), best.to_vec());

@@ -56,8 +56,8 @@ pub struct Wanted<'a> {
     pub held_out: &'a Arc<[Example]>,
     /// Most bytes to take beside the model and the data, those that threads scratch on among them.
     pub allowed: usize,
-    /// Whether what moves is copied, for checkpoints or where the run ends early.
-    pub checkpoints: bool,
+    /// Where there are checkpoints, as for [`Trainer::checkpoint_every`].
+    pub checkpoint_every: Option<u64>,
     /// Says whether chunks of so many rows are allowed.
     pub may_chunk: &'a dyn Fn(usize) -> bool,
 }
@@ -83,8 +83,8 @@ pub fn nearest<M: Deref<Target = Model> + Clone>(
         config.graph.rows = rows;
         let start = Start { from: None, fallback: wanted.fallback.cloned() };
         let mut trainer = Trainer::start(model.clone(), config.clone(), start)?;
-        if wanted.checkpoints {
-            trainer.may_end_early();
+        if let Some(every) = wanted.checkpoint_every {
+            trainer.checkpoint_every(every);
         }
         let shortens = config.longest() < longest;
         let [examples, held_out] = [wanted.examples, wanted.held_out].map(|all| match shortens {

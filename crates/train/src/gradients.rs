@@ -384,6 +384,11 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         self.memory.reserve()
     }
 
+    /// Gives the memory back; what runs next takes it again.
+    pub fn release(&mut self) {
+        self.workspace = Workspace::default();
+    }
+
     /// The arena's size and the highest byte any run has written, in bytes; both 0 before the
     /// first run.
     pub fn arena(&self) -> (usize, usize) {

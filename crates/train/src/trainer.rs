@@ -180,8 +180,7 @@ pub struct Trainer<M> {
     /// Events of work that was brought to its end for a snapshot.
     unreported: VecDeque<Event>,
     measure_first: bool,
-    checkpoint_every: u64,
-    may_end_early: bool,
+    checkpoint_every: Option<u64>,
 }
 
 impl<M: Deref<Target = Model>> Trainer<M> {
@@ -270,8 +269,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             work: Work::Done,
             unreported: VecDeque::new(),
             measure_first: false,
-            checkpoint_every: 0,
-            may_end_early: false,
+            checkpoint_every: None,
         })
     }
 
@@ -461,15 +459,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.measure_first = true;
     }
 
-    /// Reports an [`Event::Checkpoint`] after every so many steps; 0 never does.
+    /// Reports an [`Event::Checkpoint`] after every so many steps; with 0 there is only what
+    /// [`Trainer::last_snapshot`] gives. The memory of the copies is planned.
     pub fn checkpoint_every(&mut self, steps: u64) {
-        self.checkpoint_every = steps;
-    }
-
-    /// Plans the copy of a [`Trainer::snapshot`] that is taken where the run ends early, whether
-    /// there are checkpoints before or not.
-    pub fn may_end_early(&mut self) {
-        self.may_end_early = true;
+        self.checkpoint_every = Some(steps);
     }
 
     /// Bytes that a run takes beside the model and the data: arenas, what crosses between devices,
@@ -484,12 +477,18 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// [`Trainer::load`], since it counts steps.
     pub fn parameter_bytes(&self) -> usize {
         let kept = 1 + self.config.method.moments() + usize::from(self.config.keeps_best());
-        // One that is stopped before its first checkpoint copies as much as one that comes to it.
-        let copies = self.checkpoint_every > 0 || self.may_end_early;
-        let copied = if copies { kept } else { 0 };
-        let (all, longest) =
-            (self.lengths.iter().sum::<usize>(), self.lengths.iter().max().copied().unwrap_or(0));
-        (all * (kept + 1 + copied) + longest) * 4
+        let all = self.lengths.iter().sum::<usize>() * 4;
+        let gradients = all + self.lengths.iter().max().copied().unwrap_or(0) * 4;
+        let copied = match self.checkpoint_every {
+            None => 0,
+            Some(every) if every > 0 && every <= self.steps => all * kept,
+            // One that is stopped before copies less, and gives memory back: see `last_snapshot`.
+            Some(_) => {
+                let copied = all * (kept - self.config.method.moments());
+                copied.saturating_sub(gradients + self.gradients.planned_bytes())
+            }
+        };
+        all * kept + gradients + copied
     }
 
     /// Bytes that all threads scratch on beside [`Trainer::planned_bytes`], after
@@ -550,12 +549,33 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.fill()?;
         self.settle()?;
+        Ok(self.whole_snapshot(false))
+    }
+
+    fn whole_snapshot(&mut self, is_last: bool) -> Snapshot {
         let mut snapshot = Snapshot::new(self.identity(), self.cursor());
         let mut at = 0;
-        while self.copy_parameter(&mut snapshot, at) {
+        while self.copy_parameter(&mut snapshot, at, is_last) {
             at += 1;
         }
-        Ok(snapshot)
+        snapshot
+    }
+
+    /// As [`Trainer::snapshot`], where the run ends before its time: the memory of its graphs and
+    /// gradients is given back first and the moments are given away, so that it takes hardly any
+    /// beside what was planned. What is left is to [`Trainer::finish`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn last_snapshot(&mut self) -> Result<Snapshot> {
+        self.fill()?;
+        self.settle()?;
+        self.gradients.release();
+        if let Work::Step(_) = &self.work {
+            // With its gradients.
+            self.work = Work::Next;
+        }
+        Ok(self.whole_snapshot(true))
     }
 
     /// True while some of what a snapshot holds is of the next step, and the rest is not.
@@ -573,13 +593,17 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         Ok(())
     }
 
-    /// Adds a parameter to a snapshot; false when there is none of this index.
-    fn copy_parameter(&mut self, snapshot: &mut Snapshot, at: usize) -> bool {
+    /// Adds a parameter to a snapshot, of the last one with the moments themselves; false when there
+    /// is none of this index.
+    fn copy_parameter(&mut self, snapshot: &mut Snapshot, at: usize, is_last: bool) -> bool {
         let Some(name) = self.names.get(at) else { return false };
-        let moments = self.optimizer.moments.get(name).map_or(&[][..], |m| m.as_slice());
+        let moments = match is_last {
+            true => self.optimizer.moments.remove(name),
+            false => self.optimizer.moments.get(name).cloned(),
+        };
         let best = self.best.as_ref().and_then(|b| b.values.get(at));
         if let Some(values) = self.parameters.value_mut(name) {
-            snapshot.add(name, values, moments, best.map(Vec::as_slice));
+            snapshot.add(name, values, moments.unwrap_or_default(), best.map(Vec::as_slice));
         }
         true
     }
@@ -749,7 +773,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     }
 
     fn after_evaluation(&mut self) -> Work {
-        let every = self.checkpoint_every;
+        let every = self.checkpoint_every.unwrap_or(0);
         match every > 0 && self.steps() > 0 && self.steps().is_multiple_of(every) {
             true => {
                 // The evaluation that it comes after is still what is at work.
@@ -765,7 +789,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let Work::Snapshot(mut snapshot, at) = std::mem::replace(&mut self.work, Work::Next) else {
             return None;
         };
-        if self.copy_parameter(&mut snapshot, at) {
+        if self.copy_parameter(&mut snapshot, at, false) {
             self.work = Work::Snapshot(snapshot, at + 1);
             return None;
         }

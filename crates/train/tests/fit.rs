@@ -81,7 +81,7 @@ fn settings_that_are_said_to_fit_fit() {
                 examples: &examples,
                 held_out: &held_out,
                 allowed,
-                checkpoints: true,
+                checkpoint_every: Some(1),
                 may_chunk: &|_| true,
             };
             let Some(near) = nearest(&&model, &config, &wanted).unwrap() else { continue };

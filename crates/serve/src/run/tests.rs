@@ -27,7 +27,7 @@ fn a_run_holds_until_its_checkpoint_is_written() {
         budget: None,
         may_recompute: false,
         measure_first: false,
-        checkpoint_every: 1,
+        checkpoint_every: Some(1),
     };
     let control = server.claim("slow").unwrap();
     let Prepared { trainer, .. } = server.set_up(&setup, Start::default()).unwrap();

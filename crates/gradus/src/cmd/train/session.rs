@@ -164,7 +164,6 @@ impl<'a> Session<'a> {
             let mut trainer = Trainer::start(self.model, config.clone(), start)?;
             if let Some(every) = self.checkpoint_every {
                 trainer.checkpoint_every(every);
-                trainer.may_end_early();
             }
             if !self.held_out.is_empty() {
                 trainer.measure_first();
@@ -196,7 +195,7 @@ impl<'a> Session<'a> {
                     examples: &self.examples,
                     held_out: &self.held_out,
                     allowed: allowed as usize,
-                    checkpoints: self.checkpoint_every.is_some(),
+                    checkpoint_every: self.checkpoint_every,
                     may_chunk: &|_| true,
                 };
                 let fits = train::nearest(&self.model, &config, &wanted)?;
@@ -380,7 +379,7 @@ impl<'a> Ready<'a> {
         drop(progress);
         let checkpoint = match (&self.keeping, interrupted) {
             (Some(Keeping { checkpoints, .. }), true) if self.trainer.steps() > 0 => {
-                Some(checkpoints.write(&self.trainer.snapshot()?)?)
+                Some(checkpoints.write(&self.trainer.last_snapshot()?)?)
             }
             _ => None,
         };
