@@ -541,12 +541,13 @@ fn odd_options_are_refused_or_mean_what_they_say() {
         );
     }
     refused(&["--eval-split", "0.95"], "leaves none to train on");
-    // Where it is interrupted a run copies what moves, whether there are other checkpoints or not.
+    // A checkpoint is written from a copy of what moves; a run that is stopped before its first one
+    // gives the memory of its graphs back for it.
     let parameters = |every: &str| {
         planned(&["--checkpoint-every", every])["plan"]["parameters_bytes"].as_u64().unwrap()
     };
-    assert_eq!(parameters("0"), parameters("1"));
-    assert_eq!(parameters("100000"), parameters("1"));
+    assert_eq!(parameters("0"), parameters("100000"));
+    assert!(parameters("0") < parameters("1"));
 }
 
 /// Names that are no UTF-8 are names.
