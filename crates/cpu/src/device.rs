@@ -5,8 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use graph::{
-    Arena, Arg, Call, Code, DType, Device, Error, Fault, HostTensor, Invalid, Leaf, LeafSlot,
-    Needs, Operand, Place, Plan, Progress, Resident, Segment, Stop, Unsupported,
+    Arena, Arg, Call, Code, DType, Device, Error, Fault, GradPrecision, HostTensor, Invalid, Leaf,
+    LeafSlot, Needs, Operand, Place, Plan, Progress, Resident, Segment, Stop, Unsupported,
 };
 
 use crate::arena::{ALIGN, CpuArena, Memory};
@@ -116,8 +116,13 @@ impl Device for Cpu {
         self.pool.threads()
     }
 
-    fn fast_bf16(&self) -> bool {
-        self.kernel_family() == Family::Amx
+    fn grad_precision(&self) -> GradPrecision {
+        match self.kernel_family() {
+            Family::Amx => GradPrecision::Bf16,
+            Family::Avx512 => GradPrecision::Int16,
+            // Multiplying integers of 16 bits takes as long as floats there.
+            Family::Avx2 | Family::Portable => GradPrecision::F32,
+        }
     }
 
     fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {
@@ -242,7 +247,7 @@ fn check_leaves(plan: &Plan, leaves: &[Leaf<'_>]) -> Result<(), Fault> {
 /// What addresses of a dtype's elements are multiples of.
 fn element_align(dtype: DType) -> usize {
     match dtype {
-        DType::F32 | DType::I32 | DType::Q8Rows => 4,
+        DType::F32 | DType::I32 | DType::Q8Rows | DType::Int16Rows => 4,
         DType::F16 | DType::BF16 => 2,
         DType::Block(_) => 1,
     }
@@ -445,7 +450,8 @@ mod tests {
         let (amx, widest) = (Family::Amx.is_available(), Isa::detect().family());
         assert_eq!(amx, widest == Family::Amx);
         let cpu = Cpu::new(1, None).unwrap();
-        assert_eq!(cpu.fast_bf16(), cpu.kernel_family() == Family::Amx);
+        let bf16 = cpu.grad_precision() == GradPrecision::Bf16;
+        assert_eq!(bf16, cpu.kernel_family() == Family::Amx);
     }
 
     #[test]

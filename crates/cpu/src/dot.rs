@@ -82,6 +82,10 @@ pub(crate) trait Dot: Simd {
         y: i32,
     ) -> Self::I32;
 
+    /// `acc + a0 x0 + a1 x1` per lane, of signed integers of 16 bits: the low half of `a` and `x` is
+    /// the first. The sum must fit.
+    fn dot16(self, acc: Self::I32, a: Self::I32, x: i32) -> Self::I32;
+
     /// Asks for the cache line at this address, which need not be valid.
     fn prefetch(self, at: *const u8);
 
@@ -150,6 +154,17 @@ impl Dot for Portable {
                 let w = w.to_le_bytes().map(i32::from);
                 *sum += w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3];
             }
+        }
+        vector(self, sums)
+    }
+
+    #[inline(always)]
+    fn dot16(self, acc: Self::I32, a: Self::I32, x: i32) -> Self::I32 {
+        let halves = |v: i32| [v << 16 >> 16, v >> 16];
+        let (mut sums, [x, y]) = (lanes(self, acc), halves(x));
+        for (sum, [a, b]) in sums.iter_mut().zip(lanes(self, a).map(halves)) {
+            // What is not finite has any code.
+            *sum = sum.wrapping_add((a * x).wrapping_add(b * y));
         }
         vector(self, sums)
     }

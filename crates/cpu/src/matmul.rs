@@ -9,6 +9,7 @@ mod bf16;
 mod codes;
 pub(crate) mod experts;
 mod float;
+pub(crate) mod int16;
 mod quantized;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -18,7 +19,7 @@ mod tests;
 mod tiles;
 mod unpack;
 
-use graph::{Arg, Call, DType, Needs, Op, Unsupported};
+use graph::{Arg, Call, DType, INT16_GROUP, Needs, Op, Unsupported};
 
 use crate::dot::drive;
 use crate::job::{Input, Job, Scratch, scratch_bytes};
@@ -93,6 +94,8 @@ enum Kind {
     Transposed,
     /// bf16 times a packed `[K, N]` of a block format.
     Bf16,
+    /// Rows in block floating point times a packed `[K, N]` of a block format.
+    Int16,
     /// f32 times floats in memory.
     Memory,
 }
@@ -106,6 +109,15 @@ const LEAST: usize = 1 << 19;
 
 /// Multiplications that AMX does in about a millisecond, at most: what a tile of bf16 has.
 const MOST_BF16: usize = 300 << 20;
+
+/// Multiplications of integers of 16 bits that a thread does in about half a millisecond.
+const MOST_INT16: usize = 2 * MOST;
+
+/// Rows that take as long to multiply as unpacking the weight for them does.
+const UNPACK_INT16: usize = 64;
+
+/// Panels of a tile of such integers: as many of these as leave enough tiles.
+const PANELS_INT16: [usize; 4] = [12, 6, 4, 2];
 
 /// Columns of a tile of bf16 on AMX: as many of these as leave enough tiles.
 const COLUMNS: [usize; 3] = [4, 2, 1];
@@ -171,7 +183,7 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             let panels = (goal / depth / rows.max(FREE_ROWS)).clamp(1, all);
             (rows, if panels > 3 { panels / 3 * 3 } else { panels })
         }
-        Kind::Transposed | Kind::Bf16 | Kind::Memory => {
+        Kind::Transposed | Kind::Bf16 | Kind::Int16 | Kind::Memory => {
             // What is unpacked for a tile is worth it for many rows only, and pairs of panels
             // make whole units.
             let units = (goal / depth).max(1);
@@ -219,10 +231,33 @@ fn bf16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
     Grid { batch, m, n, k, rows, panels: wide.max(least) * 2, depth: k.max(1) }
 }
 
+/// As [`grid`], of a product of int16-rows: unpacking a weight is dear beside multiplying with it,
+/// so a tile takes many rows, and few elements at a time.
+fn int16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
+    let (batch, m, n, k) = sizes(a, b, out, false);
+    let rows = m.div_ceil(m.div_ceil(ROWS_BF16).max(1)).next_multiple_of(8).min(m).max(1);
+    let row_tiles = batch * m.div_ceil(rows);
+    let all = n.div_ceil(PANEL);
+    let busy = rows.max(UNPACK_INT16);
+    let work = |panels: usize| [busy, k, panels * PANEL].into_iter().fold(1, usize::saturating_mul);
+    let fits = |p: &usize| {
+        let tiles = row_tiles * all.div_ceil(*p);
+        tiles >= TILES || (work(*p) >= MOST_INT16 && tiles >= ROUND_TILES)
+    };
+    let panels = PANELS_INT16.into_iter().find(fits).unwrap_or(2);
+    // Little work, such as that of few rows, is not worth a claim.
+    let least = LEAST.div_ceil(work(1).max(1)).next_multiple_of(2).min(all.next_multiple_of(2));
+    let panels = panels.max(least);
+    let depth = (MOST_INT16 / (busy * panels * PANEL)).next_multiple_of(INT16_GROUP);
+    let depth = k.div_ceil(k.div_ceil(depth).max(1)).next_multiple_of(INT16_GROUP).max(1);
+    Grid { batch, m, n, k, rows, panels, depth }
+}
+
 /// The grid of a kind of product in a family.
 fn grid_of(isa: Isa, kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
     match (kind, isa.family()) {
         (Kind::Bf16, Family::Amx) => bf16_grid(a, b, out),
+        (Kind::Int16, _) => int16_grid(a, b, out),
         _ => grid(kind, a, b, out, ta),
     }
 }
@@ -253,6 +288,8 @@ fn kind(a: &Arg, b: &Arg, tb: bool, rank: usize) -> Result<Kind, Unsupported> {
         (DType::F32, _, false) => Ok(Kind::Transposed),
         (DType::BF16, DType::Block(_), false) if a.is_contiguous() => Ok(Kind::Bf16),
         (DType::BF16, DType::Block(_), false) => Err(Unsupported::Layout(0)),
+        (DType::Int16Rows, DType::Block(_), false) if a.is_contiguous() => Ok(Kind::Int16),
+        (DType::Int16Rows, DType::Block(_), false) => Err(Unsupported::Layout(0)),
         (a, b, _) => no(format!("a product of {a} and {b}")),
     }
 }
@@ -276,6 +313,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
             let of = |g: Grid| bf16::scratch(g.rows, g.panels.min(float::TILE_PANELS));
             of(grid).max(of(wide))
         }
+        Kind::Int16 => int16::scratch(int16_grid(a, b, &call.out).panels),
     };
     Ok(Needs { scratch: scratch_bytes(&[floats]) })
 }
@@ -329,6 +367,14 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             let (x_step, out_step) = (grid.k, grid.n);
             let tile = bf16::Bf16 { weight, x, x_step, rows, k, panels, out, out_step, scratch };
             return tile.run(job.isa);
+        }
+        (Kind::Int16, Some(weight)) => {
+            let scratch = scratch.take(int16::scratch(panels.len())).as_mut_ptr();
+            let (x, weight) = (a.bytes(), weight.panels());
+            let x_step = grid.k.div_ceil(INT16_GROUP) * int16::GROUP_BYTES;
+            let out_step = grid.n;
+            let tile = int16::Int16 { weight, x, x_step, rows, k, panels, out, out_step, scratch };
+            return drive(job.isa, tile);
         }
         (Kind::Packed, Some(weight)) => (Right::Packed(weight.panels()), 0),
         (Kind::Transposed, Some(weight)) => (Right::Transposed(weight.panels()), unpacked),

@@ -148,7 +148,7 @@ impl Geometry {
                 return Some(g);
             }
             DType::Block(ty) => ty,
-            DType::I32 | DType::Q8Rows => return None,
+            DType::I32 | DType::Q8Rows | DType::Int16Rows => return None,
         };
         let format = gguf::blocks::format(ty)?;
         if !k.is_multiple_of(ty.block_len()) || !ty.block_len().is_multiple_of(UNIT) {

@@ -54,7 +54,7 @@ fn of_step(step: &Step) -> Cost {
     let float = |float: f64| Cost { float, ..Cost::default() };
     // An 8-bit left operand makes a product one of blocks.
     let product = |n: f64| match step.args.first().map(|a| a.arg.dtype) {
-        Some(DType::F32 | DType::F16 | DType::BF16) | None => float(n),
+        Some(DType::F32 | DType::F16 | DType::BF16 | DType::Int16Rows) | None => float(n),
         Some(_) => Cost { block: n, ..Cost::default() },
     };
     // A and B of the slots lie after the operands that all have.

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::{Code, DType, Fault, Layout, Op, Plan, Shape};
+use crate::{Code, DType, Fault, GradPrecision, Layout, Op, Plan, Shape};
 
 /// One operand or result of a [`Call`].
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -157,10 +157,10 @@ pub trait Device: Send + Sync {
         1
     }
 
-    /// Whether products of bf16 with weights of block formats are much faster than those of f32:
-    /// what [`GradPrecision`](crate::GradPrecision) is chosen by where nobody chooses.
-    fn fast_bf16(&self) -> bool {
-        false
+    /// The precision that gradients pass quantized weights in fastest: what is taken where nobody
+    /// chooses.
+    fn grad_precision(&self) -> GradPrecision {
+        GradPrecision::F32
     }
 
     /// The one place that knows what the kernels take.

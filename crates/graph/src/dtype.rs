@@ -16,12 +16,22 @@ pub enum DType {
     /// Activation rows quantized by [`crate::Op::QuantizeRows`]: per row, `K` signed codes in
     /// [-127, 127], then `K/32` f32 scales, then `K/32` i32 sums of the codes of each block.
     Q8Rows,
+    /// Rows in block floating point, by [`crate::Op::Cast`]: what gradients pass quantized weights
+    /// in ([`crate::GradPrecision::Int16`]). Per row, groups of 128 elements, the last filled up
+    /// with zeros: 128 codes, i16 in [-4095, 4095], then their f32 scale. Where
+    /// `e = floor(log2(m))` and `m` is the group's largest magnitude, the scale is
+    /// `2^(max(e, -115) - 11)`; a code is `x / scale`, to nearest even. A group with an infinity or
+    /// NaN has the scale NaN, and codes that say nothing.
+    Int16Rows,
     /// A GGML block format; always a leaf, or a row of a cache.
     Block(TensorType),
 }
 
 /// Elements per block of [`DType::Q8Rows`].
 pub const Q8_ROWS_BLOCK: usize = 32;
+
+/// Elements per group of [`DType::Int16Rows`].
+pub const INT16_GROUP: usize = 128;
 
 impl DType {
     /// The name used in messages: `f32`, `q8-rows`, `Q4_K`.
@@ -32,6 +42,7 @@ impl DType {
             DType::BF16 => "bf16",
             DType::I32 => "i32",
             DType::Q8Rows => "q8-rows",
+            DType::Int16Rows => "int16-rows",
             DType::Block(t) => t.name(),
         }
     }
@@ -53,6 +64,7 @@ impl DType {
                 }
                 cols.checked_add((cols / Q8_ROWS_BLOCK).checked_mul(8)?)
             }
+            DType::Int16Rows => cols.div_ceil(INT16_GROUP).checked_mul(INT16_GROUP * 2 + 4),
             DType::Block(t) => t.row_bytes(cols),
         }
     }
@@ -62,7 +74,7 @@ impl DType {
         match self {
             DType::F32 | DType::I32 => Some(4),
             DType::F16 | DType::BF16 => Some(2),
-            DType::Q8Rows | DType::Block(_) => None,
+            DType::Q8Rows | DType::Int16Rows | DType::Block(_) => None,
         }
     }
 }

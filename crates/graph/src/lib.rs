@@ -33,7 +33,7 @@ pub use device::{
     Arena, Arg, Call, Device, HostTensor, Leaf, Needs, Progress, Resident, Segment, Stop,
     Unsupported,
 };
-pub use dtype::{DType, Q8_ROWS_BLOCK};
+pub use dtype::{DType, INT16_GROUP, Q8_ROWS_BLOCK};
 pub use error::{Code, Error, Fault, Invalid, Kind, Refusal, Result};
 pub use grad::{Backward, vjp};
 pub use node::{Graph, Node, NodeId, Pass};

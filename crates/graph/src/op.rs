@@ -134,8 +134,9 @@ pub enum Op {
 
     // ---- dtype -------------------------------------------------------------------------
     /// `(f32 x [.., K]) -> dtype`: conversion to f16, bf16 or Q8_0 (as ggml quantizes: scale
-    /// `f16(amax/127)`, codes rounded half away from zero), or from f16/bf16 to f32. What a
-    /// cache stores. Straight-through gradient between float types; a block format has none.
+    /// `f16(amax/127)`, codes rounded half away from zero), what a cache stores; to
+    /// [`int16-rows`](DType::Int16Rows); or from f16/bf16 to f32. Straight-through gradient; a block
+    /// format has none.
     Cast {
         /// The resulting dtype.
         dtype: DType,
@@ -232,7 +233,9 @@ pub enum Op {
     /// and `!ta`; `b` is f32, f16, bf16 or a block format (rank 2). A projection of GGUF
     /// weights `[N, K]` has `tb = true`. Before a block format that is not transposed `a` may be
     /// bf16: then the elements of `b` are rounded to bf16 (to nearest even) too, and their
-    /// products, which f32 holds exactly, are added up in f32; see [`GradPrecision`].
+    /// products, which f32 holds exactly, are added up in f32. Or it may be int16-rows: then the
+    /// columns of `b` are rounded as those rows were, but to codes of up to 4096, the products of a
+    /// group are added up as integers, exactly, and the groups in f32. See [`GradPrecision`].
     ///
     /// [`GradPrecision`]: crate::GradPrecision
     MatMul {
@@ -244,8 +247,8 @@ pub enum Op {
     /// `(x [T, X, K], w, i ids [T, U]) -> f32 [T, U, N]` with `X` 1 or `U`: row `t` times the
     /// experts it chose, `y[t, u] = op(w[ids[t, u]]) x[t, u]` (`x[t, 0]` where `X` is 1). As in
     /// [`Op::MatMul`], `w` is `[E, N, K]` with `tb` and `[E, K, N]` without; `x` is f32, or q8-rows
-    /// with `tb` when `w` is of a block format, without it bf16 too, as there. An expert that is
-    /// not chosen is not read.
+    /// with `tb` when `w` is of a block format, without it bf16 or int16-rows too, as there. An
+    /// expert that is not chosen is not read.
     MatMulExperts {
         /// Transposes each expert.
         tb: bool,

@@ -370,7 +370,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
         }
         Op::Cast { dtype } => {
             let [x] = operands(args)?;
-            let narrow = matches!(dtype, DType::F16 | DType::BF16)
+            let narrow = matches!(dtype, DType::F16 | DType::BF16 | DType::Int16Rows)
                 || *dtype == DType::Block(gguf::TensorType::Q8_0);
             let ok = (x.0 == f && narrow) || (x.0.is_float() && x.0 != f && *dtype == f);
             want(ok, || format!("no conversion from {} to {dtype}", x.0))?;
@@ -395,7 +395,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             i32s(args, &[1])?;
             let [table, ids] = operands(args)?;
             want(table.1.rank() >= 2, || format!("the table must be [.., V, K], is {}", table.1))?;
-            want(table.0 != DType::I32 && table.0 != DType::Q8Rows, || {
+            want(table.0.is_float() || matches!(table.0, DType::Block(_)), || {
                 format!("no rows of a table of {}", table.0)
             })?;
             want(ids.1.rank() >= 1, || "ids must have a dimension".into())?;
@@ -545,7 +545,7 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             want(ar >= 2 && br >= 2, || format!("{} and {} are not matrices", a.1, b.1))?;
             match (a.0, b.0) {
                 (DType::F32, DType::F32 | DType::F16 | DType::BF16) => {}
-                (DType::F32 | DType::BF16, DType::Block(_)) => {
+                (DType::F32 | DType::BF16 | DType::Int16Rows, DType::Block(_)) => {
                     want(!ta && !tb, || {
                         format!("a {} matrix takes q8-rows on its left (QuantizeRows)", b.0)
                     })?;
@@ -576,9 +576,11 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
             let [x, w, ids] = operands(args)?;
             match (x.0, w.0) {
                 (DType::F32, DType::F32 | DType::F16 | DType::BF16) => {}
-                (DType::F32 | DType::BF16, DType::Block(_)) => want(!tb, || {
-                    format!("{} experts take q8-rows on their left (QuantizeRows)", w.0)
-                })?,
+                (DType::F32 | DType::BF16 | DType::Int16Rows, DType::Block(_)) => {
+                    want(!tb, || {
+                        format!("{} experts take q8-rows on their left (QuantizeRows)", w.0)
+                    })?
+                }
                 (DType::Q8Rows, DType::Block(_)) => {
                     want(*tb, || "q8-rows multiply transposed block experts".into())?;
                 }

@@ -1,4 +1,4 @@
-//! `grad_precision`: which products of a gradient graph take bf16.
+//! `grad_precision`: which products of a gradient graph are rounded.
 
 #![allow(
     clippy::unwrap_used,
@@ -38,10 +38,15 @@ fn full_precision_changes_nothing() {
 }
 
 #[test]
-fn gradients_through_blocks_alone_take_bf16() {
+fn gradients_through_blocks_alone_are_rounded() {
+    rounded(GradPrecision::Bf16, DType::BF16);
+    rounded(GradPrecision::Int16, DType::Int16Rows);
+}
+
+fn rounded(precision: GradPrecision, rounded: DType) {
     let (graph, outputs) = differentiated();
     let len = graph.len();
-    let (graph, outputs) = grad_precision(graph, outputs, GradPrecision::Bf16).unwrap();
+    let (graph, outputs) = grad_precision(graph, outputs, precision).unwrap();
     assert_eq!(graph.len(), len + 1, "one cast");
     let dtype = |id: NodeId| graph.node(id).dtype;
     let mut products = 0;
@@ -50,14 +55,14 @@ fn gradients_through_blocks_alone_take_bf16() {
         let gradient = node.pass == Pass::Backward;
         let block = matches!(dtype(*b), DType::Block(_));
         let expected = match (gradient, block) {
-            (true, true) => DType::BF16,
+            (true, true) => rounded,
             (false, true) => DType::Q8Rows,
             (_, false) => DType::F32,
         };
         assert_eq!(dtype(*a), expected, "at `{}`", node.name);
         if gradient && block {
             let cast = graph.node(*a);
-            assert!(matches!(cast.op, Op::Cast { dtype: DType::BF16 }));
+            assert_eq!(cast.op, Op::Cast { dtype: rounded });
             assert_eq!((cast.pass, &cast.name), (Pass::Backward, &node.name));
         }
         products += 1;

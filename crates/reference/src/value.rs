@@ -1,6 +1,6 @@
 //! Values in f64 or i32, and their bytes.
 
-use graph::{DType, Invalid, Layout, Q8_ROWS_BLOCK, Shape};
+use graph::{DType, INT16_GROUP, Invalid, Layout, Q8_ROWS_BLOCK, Shape};
 use half::{bf16, f16};
 
 /// The elements of a value, row-major.
@@ -88,6 +88,15 @@ impl Value {
                 }
                 data
             }
+            DType::Int16Rows => {
+                let mut data = filled(shape.elements(), 0.0)?;
+                let row_bytes = DType::Int16Rows.row_bytes(shape.cols()).unwrap_or(0);
+                if shape.cols() > 0 {
+                    let rows = bytes.chunks(row_bytes).zip(data.chunks_mut(shape.cols()));
+                    rows.for_each(|(bytes, row)| decode_int16_row(bytes, row));
+                }
+                data
+            }
             DType::Block(format) => {
                 let mut data = filled(shape.elements(), 0.0f32)?;
                 gguf::blocks::dequantize(format, bytes, &mut data)
@@ -132,6 +141,22 @@ impl Value {
                 let cols = self.shape.cols();
                 for row in 0..self.shape.rows() {
                     encode_q8_row(&floats[row * cols..(row + 1) * cols], &mut bytes);
+                }
+                bytes
+            }
+            DType::Int16Rows => {
+                let floats: Vec<f32> = floats().collect();
+                let mut bytes = Vec::new();
+                for row in floats.chunks(self.shape.cols().max(1)) {
+                    for group in row.chunks(INT16_GROUP) {
+                        let scale = int16_scale(group);
+                        for i in 0..INT16_GROUP {
+                            let code =
+                                group.get(i).map_or(0, |x| int16_code(*x, scale, 4095.0) as i16);
+                            bytes.extend(code.to_le_bytes());
+                        }
+                        bytes.extend(scale.to_le_bytes());
+                    }
                 }
                 bytes
             }
@@ -194,6 +219,33 @@ impl Value {
     pub(crate) fn reshaped(&self, shape: Shape) -> Result<Value, Invalid> {
         counted(&shape, self.shape.elements())?;
         Ok(Value { shape, data: self.data.clone() })
+    }
+}
+
+/// The scale of a group of [`DType::Int16Rows`].
+pub(crate) fn int16_scale(group: &[f32]) -> f32 {
+    if group.iter().any(|x| !x.is_finite()) {
+        return f32::NAN;
+    }
+    let largest = group.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+    // In f64 the exponent of every f32 is a normal one.
+    let e = ((f64::from(largest).to_bits() >> 52) as i32 - 1023).max(-115);
+    2f32.powi(e - 11)
+}
+
+/// The code of an element of a group with this scale; NaN beside a scale that is.
+pub(crate) fn int16_code(x: f32, scale: f32, most: f64) -> f64 {
+    (f64::from(x) / f64::from(scale)).round_ties_even().clamp(-most, most)
+}
+
+fn decode_int16_row(bytes: &[u8], row: &mut [f64]) {
+    let groups = bytes.chunks(INT16_GROUP * 2 + 4).zip(row.chunks_mut(INT16_GROUP));
+    for (bytes, group) in groups {
+        let (codes, scale) = bytes.split_at(INT16_GROUP * 2);
+        let scale = scale.first_chunk().map_or(f32::NAN, |le| f32::from_le_bytes(*le));
+        for (x, le) in group.iter_mut().zip(codes.as_chunks().0) {
+            *x = f64::from(i16::from_le_bytes(*le)) * f64::from(scale);
+        }
     }
 }
 

@@ -65,8 +65,8 @@ impl Device for Timed {
         self.cpu.family()
     }
 
-    fn fast_bf16(&self) -> bool {
-        self.cpu.fast_bf16()
+    fn grad_precision(&self) -> GradPrecision {
+        self.cpu.grad_precision()
     }
 
     fn supports(&self, call: &Call<'_>) -> Result<Needs, Unsupported> {
@@ -123,7 +123,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         rank,
         graph: GraphConfig {
             rows: window,
-            grad_precision: GradPrecision::fastest(&*timed),
+            grad_precision: timed.grad_precision(),
             ..GraphConfig::default()
         },
         ..TrainConfig::default()

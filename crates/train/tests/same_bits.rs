@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gguf::TensorType;
-use graph::{DType, GradPrecision, Recompute};
+use graph::{DType, Recompute};
 use model::Model;
 use model::toy::Toy;
 use testkit::Random;
@@ -45,7 +45,7 @@ fn config(model: &Model, recompute: Recompute) -> TrainConfig {
             rows: 64,
             cache: DType::F16,
             recompute,
-            grad_precision: GradPrecision::fastest(&**model.device()),
+            grad_precision: model.device().grad_precision(),
             ..GraphConfig::default()
         },
         ..TrainConfig::default()

@@ -15,6 +15,24 @@ fn with_avx512<K: Kernel<Avx512>>(simd: Avx512, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
+/// `_mm512_dpwssd_epi32`, of which LLVM makes two instructions for the sake of a latency that does
+/// not matter here.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+#[inline]
+fn dpwssd(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: it reads and writes registers alone.
+    unsafe {
+        std::arch::asm!(
+            "vpdpwssd {sum}, {a}, {b}",
+            sum = inout(zmm_reg) sum,
+            a = in(zmm_reg) a,
+            b = in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sum
+}
+
 impl Dot for Avx512 {
     const FLOAT_BLOCK: (usize, usize) = (8, 3);
     const INT_BLOCK: (usize, usize) = (6, 2);
@@ -40,6 +58,12 @@ impl Dot for Avx512 {
             let acc = _mm512_dpbusd_epi32(acc, a, _mm512_set1_epi32(x));
             _mm512_dpbusd_epi32(acc, b, _mm512_set1_epi32(y))
         }
+    }
+
+    #[inline(always)]
+    fn dot16(self, acc: __m512i, a: __m512i, x: i32) -> __m512i {
+        // SAFETY: as above.
+        unsafe { dpwssd(acc, a, _mm512_set1_epi32(x)) }
     }
 
     #[inline(always)]
@@ -135,6 +159,18 @@ impl Dot for Avx2 {
             let (x, y) = (_mm256_set1_epi32(x), _mm256_set1_epi32(y));
             out.0 = dot2_avx2(class, acc.0, a.0, x, b.0, y);
             out.1 = dot2_avx2(class, acc.1, a.1, x, b.1, y);
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn dot16(self, acc: Self::I32, a: Self::I32, x: i32) -> Self::I32 {
+        let mut out = acc;
+        // SAFETY: as above.
+        unsafe {
+            let x = _mm256_set1_epi32(x);
+            out.0 = _mm256_add_epi32(acc.0, _mm256_madd_epi16(a.0, x));
+            out.1 = _mm256_add_epi32(acc.1, _mm256_madd_epi16(a.1, x));
         }
         out
     }

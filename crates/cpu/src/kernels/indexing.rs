@@ -56,7 +56,7 @@ fn block_type(dtype: DType) -> Option<TensorType> {
         DType::F16 => Some(TensorType::F16),
         DType::BF16 => Some(TensorType::BF16),
         DType::Block(ty) => Some(ty),
-        DType::I32 | DType::Q8Rows => None,
+        DType::I32 | DType::Q8Rows | DType::Int16Rows => None,
     }
 }
 

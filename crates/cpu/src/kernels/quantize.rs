@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use gguf::TensorType;
-use graph::{Call, DType, Needs, Op, Unsupported};
+use graph::{Call, DType, INT16_GROUP, Needs, Op, Unsupported};
 use half::f16;
 
 use super::{Support, arg, no_kernel, row_tiles};
 use crate::job::Job;
+use crate::matmul::int16;
 use crate::simd::{LANES, Simd, Task};
 
 /// Elements of a block of Q8_0 and of q8-rows.
@@ -24,7 +25,7 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
         return no_kernel("a packed weight as operand 0");
     }
     let ok = match (call.op, x.dtype, call.out.dtype) {
-        (Op::Cast { .. }, DType::F32, DType::F16 | DType::BF16 | Q8_0) => true,
+        (Op::Cast { .. }, DType::F32, DType::F16 | DType::BF16 | DType::Int16Rows | Q8_0) => true,
         (Op::Cast { .. }, DType::F16 | DType::BF16, DType::F32) => true,
         (Op::Round { dtype }, DType::F32, _) => dtype.is_float() || *dtype == Q8_0,
         (Op::QuantizeRows, DType::F32, DType::Q8Rows) => true,
@@ -71,6 +72,10 @@ impl Task for Convert<'_> {
                     Op::Cast { dtype: DType::F32 } => {
                         let x = input.rows::<u16>().row(row);
                         widen(s, input.arg.dtype, x, to, n);
+                    }
+                    Op::Cast { dtype: DType::Int16Rows } => {
+                        let row_bytes = n.div_ceil(INT16_GROUP) * int16::GROUP_BYTES;
+                        int16_row(s, x, self.job.out::<u8>().add(row * row_bytes), n);
                     }
                     Op::Cast { dtype: Q8_0 } => {
                         let bytes = self.job.out::<u8>().add(row * (n / BLOCK * Q8_0_BYTES));
@@ -213,6 +218,37 @@ impl Task for Q8Block {
                 let q = s.max(s.min(q, s.splat(127.0)), s.splat(-128.0));
                 s.store_i8(block.add(2 + i).cast(), s.to_i32(q));
             }
+        }
+    }
+}
+
+/// One row of int16-rows.
+///
+/// # Safety
+/// `x` must be valid for `n` reads, `to` for writes of as many groups as that fills; it is aligned
+/// to 4 bytes.
+#[inline(always)]
+unsafe fn int16_row<S: Simd>(s: S, x: *const f32, to: *mut u8, n: usize) {
+    for (group, first) in (0..n).step_by(INT16_GROUP).enumerate() {
+        // SAFETY: the caller's. Vectors beyond the row's end are not read.
+        unsafe {
+            let to = to.add(group * int16::GROUP_BYTES);
+            let mut values = [s.zero(); INT16_GROUP / LANES];
+            let mut largest = s.i32_splat(0);
+            for (i, v) in values.iter_mut().enumerate() {
+                let at = first + i * LANES;
+                if at < n {
+                    *v = s.load_first(x.add(at), n - at);
+                }
+                // As integers, the bits of magnitudes are in the order of the numbers.
+                largest = s.i32_max(largest, s.bits(s.abs(*v)));
+            }
+            let largest = s.i32_splat(s.i32_reduce_max(largest));
+            let (scale, inverse) = int16::scale(s, largest);
+            for (i, v) in values.into_iter().enumerate() {
+                s.store_u16(to.cast::<u16>().add(i * LANES), int16::code(s, v, inverse));
+            }
+            s.store_first(to.add(INT16_GROUP * 2).cast(), scale, 1);
         }
     }
 }

@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use graph::{Arg, Call, DType, Needs, Op, Unsupported};
+use graph::{Arg, Call, DType, INT16_GROUP, Needs, Op, Unsupported};
 
 use super::float::{self, Float, Right, Strided};
-use super::{FREE_ROWS, Kind, LEAST, bf16, kind, quantized};
+use super::{FREE_ROWS, Kind, LEAST, bf16, int16, kind, quantized};
 use crate::dot::drive;
 use crate::job::{Input, Job, Scratch, scratch_bytes};
 use crate::pack::{Geometry, PANEL, UNIT};
@@ -54,7 +54,7 @@ fn grid(args: &[Arg], out: &Arg, tb: bool) -> Result<Grid, Unsupported> {
     let panels = (goal / (k * PANEL).max(1) / expected.clamp(FREE_ROWS, ROWS)).clamp(1, all);
     // Pairs of panels make whole units where a block format is unpacked.
     let panels = match kind {
-        Kind::Transposed | Kind::Bf16 | Kind::Memory => {
+        Kind::Transposed | Kind::Bf16 | Kind::Int16 | Kind::Memory => {
             panels.min(float::TILE_PANELS).next_multiple_of(2)
         }
         Kind::Quantized | Kind::Packed => panels,
@@ -74,6 +74,7 @@ fn parts(grid: &Grid, w: &Arg) -> [usize; 3] {
         },
         Kind::Transposed | Kind::Memory => float::scratch_floats(grid.panels),
         Kind::Bf16 => bf16::scratch(rows, grid.panels),
+        Kind::Int16 => int16::scratch(grid.panels),
     };
     [rows * row_bytes(grid).div_ceil(4), rows * grid.panels * PANEL, own]
 }
@@ -83,6 +84,7 @@ fn row_bytes(grid: &Grid) -> usize {
     match grid.kind {
         Kind::Quantized => grid.k + grid.k / UNIT * 8,
         Kind::Bf16 => grid.k * 2,
+        Kind::Int16 => grid.k.div_ceil(INT16_GROUP) * int16::GROUP_BYTES,
         _ => grid.k * 4,
     }
 }
@@ -166,7 +168,7 @@ fn row_of(x: &Input<'_>, used: usize, i: usize) -> *const u8 {
     let u = if own == 1 { 0 } else { u };
     match x.arg.dtype.row_bytes(x.arg.shape.cols()) {
         // Quantized rows are dense.
-        Some(bytes) if x.arg.dtype == DType::Q8Rows => {
+        Some(bytes) if matches!(x.arg.dtype, DType::Q8Rows | DType::Int16Rows) => {
             x.bytes().wrapping_add((t * own + u) * bytes)
         }
         _ if x.arg.dtype == DType::BF16 => {
@@ -272,6 +274,20 @@ fn multiply(
                 scratch: rows.scratch,
             };
             return tile.run(job.isa);
+        }
+        (Kind::Int16, Some(matrix)) => {
+            let tile = int16::Int16 {
+                weight: matrix.expert(expert),
+                x: rows.x,
+                x_step: row_bytes(grid),
+                rows: 0..rows.count,
+                k: 0..grid.k,
+                panels,
+                out: rows.out,
+                out_step: rows.step,
+                scratch: rows.scratch,
+            };
+            return drive(job.isa, tile);
         }
         (Kind::Packed, Some(matrix)) => Right::Packed(matrix.expert(expert)),
         (Kind::Transposed, Some(matrix)) => Right::Transposed(matrix.expert(expert)),

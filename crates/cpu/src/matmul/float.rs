@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 use super::blocks;
 use super::codes::Quads;
-use super::unpack::{ExpandScales, Transpose, expand_quads};
+use super::unpack::{Ahead, ExpandScales, Transpose, expand_quads};
 use crate::dot::{Dot, Driver, Kernel};
 use crate::pack::{Elements, Geometry, PANEL, Panels, UNIT};
 use crate::simd::{LANES, Simd};
@@ -476,6 +476,8 @@ pub(super) unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: us
                     s.enter(TransposeFloats { from, columns, to, step });
                 }
                 Elements::Codes(_) => {
+                    let next = w.panel((k + row) / PANEL + 1).as_ptr();
+                    s.enter(Ahead { geometry: g, panel: next, column, columns });
                     transpose_codes(s, g, &quads, panel, column, columns, &parts, t.scratch, to);
                 }
             }
@@ -510,12 +512,15 @@ unsafe fn transpose_codes<S: Dot>(
             scales,
             neg_mins,
         });
-        let units = panel.add(column / UNIT * 64 * g.bits() as usize);
-        expand_quads(s, quads, units, count, bytes);
+        let mut units = panel.add(column / UNIT * 64 * g.bits() as usize);
+        if quads.bits < 8 {
+            expand_quads(s, quads, units, count, bytes);
+            units = bytes;
+        }
         s.enter(Transpose {
             geometry: g,
             zero: quads.zero,
-            units: bytes,
+            units,
             count,
             scales,
             neg_mins,

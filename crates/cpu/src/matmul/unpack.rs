@@ -93,15 +93,13 @@ impl<S: Dot, C: Codes> Kernel<S> for ExpandQuads<'_, C> {
             for u in 0..self.count {
                 let unit = self.units.add(u * C::BYTES);
                 let to = self.to.add(u * 512);
-                let put = |q: usize| s.store_quad(to.add(q * 64), C::quad(s, unit, table, q));
-                put(0);
-                put(1);
-                put(2);
-                put(3);
-                put(4);
-                put(5);
-                put(6);
-                put(7);
+                // A closure might be compiled by itself, without the family's instructions.
+                macro_rules! put {
+                    ($($q:literal)*) => {
+                        $(s.store_quad(to.add($q * 64), C::quad(s, unit, table, $q));)*
+                    };
+                }
+                put!(0 1 2 3 4 5 6 7);
             }
         }
     }
@@ -157,8 +155,10 @@ impl<S: Dot> Kernel<S> for Transpose<'_> {
     #[inline(always)]
     fn run(self, s: S) {
         let per_unit = UNIT / self.geometry.group;
-        let zero = s.splat(f32::from(self.zero));
-        let byte = s.i32_splat(0xff);
+        // Beside 2^23 a byte is the low bits of the mantissa.
+        let (byte, float) = (s.i32_splat(0xff), s.i32_splat(0x4b00_0000));
+        let none = s.splat(8_388_608.0);
+        let zero = s.splat(8_388_608.0 + f32::from(self.zero));
         // SAFETY: sources hold `count` units, `to` the blocks of 16 x 16 described above.
         unsafe {
             for half in 0..self.count * 2 {
@@ -167,7 +167,7 @@ impl<S: Dot> Kernel<S> for Transpose<'_> {
                 let mut block = [s.zero(); LANES];
                 for q in 0..4 {
                     let quad = s.load_quad(self.units.add((half * 4 + q) * 64));
-                    let code = |a: S::I32| s.to_f32(s.i32_and(a, byte));
+                    let code = |a: S::I32| s.from_bits(s.i32_or(s.i32_and(a, byte), float));
                     block[q * 4] = code(quad);
                     block[q * 4 + 1] = code(s.i32_shr::<8>(quad));
                     block[q * 4 + 2] = code(s.i32_shr::<16>(quad));
@@ -176,7 +176,7 @@ impl<S: Dot> Kernel<S> for Transpose<'_> {
                 if self.geometry.has_min {
                     let neg_min = s.load(self.neg_mins.add(group));
                     for v in &mut block {
-                        *v = s.add(s.mul(scale, *v), neg_min);
+                        *v = s.add(s.mul(scale, s.sub(*v, none)), neg_min);
                     }
                 } else {
                     for v in &mut block {
@@ -187,6 +187,51 @@ impl<S: Dot> Kernel<S> for Transpose<'_> {
                 let to = self.to.add(half * self.step);
                 for (row, v) in block.into_iter().enumerate() {
                     s.store(to.add(row * LANES), v);
+                }
+            }
+        }
+    }
+}
+
+/// Asks for what [`ExpandScales`] and [`expand_quads`] read of a panel that comes next; no panel
+/// need be there.
+pub(crate) struct Ahead<'a> {
+    pub(crate) geometry: &'a Geometry,
+    pub(crate) panel: *const u8,
+    /// First column, and how many: whole units.
+    pub(crate) column: usize,
+    pub(crate) columns: usize,
+}
+
+impl<S: Dot> Kernel<S> for Ahead<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let g = self.geometry;
+        let unit = 64 * g.bits() as usize;
+        let lines = |from: usize, bytes: usize| {
+            for at in (from / 64 * 64..from + bytes).step_by(64) {
+                s.prefetch(self.panel.wrapping_add(at));
+            }
+        };
+        lines(self.column / UNIT * unit, self.columns / UNIT * unit);
+        let (first, count) = (self.column / g.group * PANEL, self.columns / g.group * PANEL);
+        match g.scales {
+            Scales::None => {}
+            Scales::Exponent => lines(g.scales_at + first, count),
+            Scales::Half => {
+                lines(g.scales_at + first * 2, count * 2);
+                if g.has_min {
+                    lines(g.mins_at + first * 2, count * 2);
+                }
+            }
+            Scales::Super => {
+                lines(g.scales_at + self.column / Geometry::SUPER * PANEL * 2, PANEL * 2);
+                lines(g.sub_scales_at + first, count);
+                if g.has_min {
+                    lines(g.mins_at + self.column / Geometry::SUPER * PANEL * 2, PANEL * 2);
+                    lines(g.sub_mins_at + first, count);
                 }
             }
         }

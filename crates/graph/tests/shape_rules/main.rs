@@ -24,7 +24,7 @@ use table::{Case, Q8, table};
 
 fn dtype(name: &str) -> DType {
     let blocks = [TensorType::Q8_0, TensorType::Q4_0, TensorType::Q4K].map(DType::Block);
-    let plain = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::Q8Rows];
+    let plain = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::Q8Rows, DType::Int16Rows];
     let all = plain.into_iter().chain(blocks);
     all.into_iter().find(|d| d.name() == name).unwrap_or_else(|| panic!("no dtype {name}"))
 }

@@ -349,6 +349,11 @@ fn dtypes() -> Vec<Case> {
             &[("f32 [64]", "no conversion from f32 to Q4_0")],
         ),
         case(cast(DType::I32), &[], &[("f32 [2]", "no conversion from f32 to i32")]),
+        case(
+            cast(DType::Int16Rows),
+            &[("f32 [2, 33]", "int16-rows [2, 33]")],
+            &[("bf16 [2, 33]", "no conversion from bf16 to int16-rows")],
+        ),
         case(cast(DType::Q8Rows), &[], &[("f32 [32]", "no conversion from f32 to q8-rows")]),
         case(
             round(Q8),

@@ -111,7 +111,8 @@ impl Maker {
             let data: Vec<i32> = data.collect();
             return g.ints(name, dims, &data);
         }
-        let loads = matches!(dims.len(), 2 | 3) && dtype != DType::Q8Rows;
+        let rows = matches!(dtype, DType::Q8Rows | DType::Int16Rows);
+        let loads = matches!(dims.len(), 2 | 3) && !rows;
         if loads && self.one_in(if weight { 2 } else { 100 }) {
             return g.weight(name, dims, dtype);
         }
@@ -155,6 +156,15 @@ impl Maker {
         let formats = TensorType::ALL.into_iter().filter(|format| format.is_quantized());
         let format = self.pick(&formats.collect::<Vec<_>>());
         (DType::Block(format), format.block_len() * self.pick(&[0, 1, 1, 2]))
+    }
+
+    /// What stands left of a matrix.
+    fn left(&mut self, matrix: DType, tb: bool) -> DType {
+        match (is_block(matrix), tb) {
+            (true, true) => DType::Q8Rows,
+            (true, false) => self.pick(&[DType::F32, DType::BF16, DType::Int16Rows]),
+            (false, _) => DType::F32,
+        }
     }
 
     fn attention(&mut self, prefix: bool) -> AttentionAttrs {
@@ -282,7 +292,7 @@ impl Maker {
                 let tb = self.one_in(2);
                 let dtype = self.pick(&[DType::F32, DType::F16, Q8_0]);
                 let (dtype, k) = self.blocks(dtype, k);
-                let left = if is_block(dtype) && tb { DType::Q8Rows } else { DType::F32 };
+                let left = self.left(dtype, tb);
                 let x = vec![t, x[1], k];
                 let w = if tb { vec![e, n, k] } else { vec![e, k, n] };
                 (Op::MatMulExperts { tb }, vec![(left, x), (dtype, w), ids])
@@ -337,7 +347,7 @@ impl Maker {
             }
             12 => (Op::Copy, vec![self.pick(&[f(&d), i(&d), (DType::F16, d.clone())])]),
             13 => {
-                let dtype = self.pick(&[DType::F16, DType::BF16, Q8_0]);
+                let dtype = self.pick(&[DType::F16, DType::BF16, DType::Int16Rows, Q8_0]);
                 (Op::Cast { dtype }, vec![f(&d)])
             }
             14 => {
@@ -389,7 +399,7 @@ impl Maker {
                 let b = if tb { [n, k] } else { [k, n] };
                 let outer = self.pick(&[vec![], vec![1], vec![3], vec![2, 1]]);
                 let b_outer = self.pick(&[vec![], vec![3]]);
-                let left = if is_block(dtype) && tb { DType::Q8Rows } else { DType::F32 };
+                let left = self.left(dtype, tb);
                 let a = [outer, a.to_vec()].concat();
                 (Op::MatMul { ta, tb }, vec![(left, a), (dtype, [b_outer, b.to_vec()].concat())])
             }

@@ -14,11 +14,11 @@ mod softmax;
 
 use std::borrow::Cow;
 
-use graph::{Code, DType, Fault, Op, Shape};
+use graph::{Code, DType, Fault, INT16_GROUP, Op, Shape};
 use half::bf16;
 
 use crate::Mode;
-use crate::value::{Value, filled};
+use crate::value::{Value, filled, int16_code, int16_scale};
 
 type Out = Result<Value, Fault>;
 
@@ -78,15 +78,24 @@ impl<'a> Operands<'a> {
         Ok(Floats { shape: value.shape(), data })
     }
 
-    /// The matrices of a product: beside a bf16 left operand blocks are rounded to bf16.
+    /// The matrices of a product: beside a left operand of bf16 or int16-rows blocks are rounded
+    /// as it was.
     fn matrix(&self, i: usize) -> Result<Cow<'a, [f64]>, Fault> {
-        let data = self.floats(i)?.data;
-        let narrow = self.dtypes.first() == Some(&DType::BF16)
-            && matches!(self.dtypes.get(i), Some(DType::Block(_)));
-        if !narrow {
-            return Ok(Cow::Borrowed(data));
+        let Floats { shape, data } = self.floats(i)?;
+        match (self.dtypes.first(), self.dtypes.get(i)) {
+            (Some(DType::BF16), Some(DType::Block(_))) => {
+                Ok(data.iter().map(|&x| bf16::from_f32(x as f32).to_f64()).collect())
+            }
+            (Some(DType::Int16Rows), Some(DType::Block(_))) => {
+                let (n, k) = (shape.dim(shape.rank().wrapping_sub(2)), shape.cols());
+                let mut rounded = data.to_vec();
+                if n * k > 0 {
+                    rounded.chunks_mut(n * k).for_each(|matrix| int16_columns(matrix, k));
+                }
+                Ok(Cow::Owned(rounded))
+            }
+            _ => Ok(Cow::Borrowed(data)),
         }
-        Ok(data.iter().map(|&x| bf16::from_f32(x as f32).to_f64()).collect())
     }
 
     fn ints(&self, i: usize) -> Result<Ints<'a>, Fault> {
@@ -118,6 +127,21 @@ impl<'a> Operands<'a> {
 
     fn made(&self, shape: Shape, data: Vec<f64>) -> Out {
         Value::floats(shape, data).map_err(|e| self.broken(e.message))
+    }
+}
+
+/// Rounds a matrix of `k` columns as [`DType::Int16Rows`] rounds rows, in groups down each column,
+/// to codes of up to 4096.
+fn int16_columns(matrix: &mut [f64], k: usize) {
+    for group in matrix.chunks_mut(INT16_GROUP * k) {
+        for column in 0..k {
+            let values: Vec<f32> =
+                group.iter().skip(column).step_by(k).map(|&x| x as f32).collect();
+            let scale = int16_scale(&values);
+            for (to, x) in group.iter_mut().skip(column).step_by(k).zip(values) {
+                *to = int16_code(x, scale, 4096.0) * f64::from(scale);
+            }
+        }
     }
 }
 

@@ -232,12 +232,12 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
         Some(false) | None => Recompute::None,
     };
     let grad_precision = match fields.string("grad_precision")?.as_deref() {
-        None => GradPrecision::fastest(&**host.model.device()),
-        Some("f32") => GradPrecision::F32,
-        Some("bf16") => GradPrecision::Bf16,
-        Some(other) => {
-            let found = Value::String(other.into());
-            return Err(wrong("grad_precision", &found, "\"f32\" or \"bf16\""));
+        None => host.model.device().grad_precision(),
+        Some(name) => {
+            GradPrecision::ALL.into_iter().find(|p| p.name() == name).ok_or_else(|| {
+                let found = Value::String(name.into());
+                wrong("grad_precision", &found, "\"f32\", \"bf16\" or \"int16\"")
+            })?
         }
     };
     let fit = match fields.string("fit")?.as_deref() {

@@ -426,7 +426,7 @@ fn a_training_job_is_refused_by_field() {
         (json!({"dropout": "NaN"}), "dropout", "from 0 to below 1"),
         (json!({"dropout": 0.1, "train_weights": "norm"}), "dropout", "exclude each other"),
         (json!({"plan": "yes"}), "plan", "true or false"),
-        (json!({"grad_precision": "f16"}), "grad_precision", "\"f32\" or \"bf16\""),
+        (json!({"grad_precision": "f16"}), "grad_precision", "\"f32\", \"bf16\" or \"int16\""),
         (json!({"text": "x"}), "text", "exclude each other"),
         (json!({"examples": null}), "examples", "missing"),
         (json!({"examples": []}), "examples", "empty"),

@@ -85,14 +85,17 @@ pub fn mat_mul_experts(c: &mut Cases) {
                 let ids = choose(g, t, u, e)?;
                 g.graph.project_experts(x, w, ids)
             });
-            c.add(format!("{t} bf16 rows before {u} of {e} {format} weights of {n}"), move |g| {
-                let x = g.float_of("x", &[t, u, n], DType::BF16, Fill::Signed)?;
-                let w = g.weight("w", &[e, n, 256], dtype)?;
-                let ids = choose(g, t, u, e)?;
-                let refused = g.refused();
-                g.expect_all(refused);
-                g.graph.push(Op::MatMulExperts { tb: false }, &[x, w, ids], "y")
-            });
+            for left in [DType::BF16, DType::Int16Rows] {
+                let name = format!("{t} {left} rows before {u} of {e} {format} weights of {n}");
+                c.add(name, move |g| {
+                    let x = g.float_of("x", &[t, u, n], left, Fill::Signed)?;
+                    let w = g.weight("w", &[e, n, 256], dtype)?;
+                    let ids = choose(g, t, u, e)?;
+                    let refused = g.refused();
+                    g.expect_all(refused);
+                    g.graph.push(Op::MatMulExperts { tb: false }, &[x, w, ids], "y")
+                });
+            }
         }
     }
     for used in [1, 2, 8] {

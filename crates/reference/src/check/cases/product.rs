@@ -68,6 +68,27 @@ pub fn mat_mul(c: &mut Cases) {
             g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
         });
     }
+    for (rows, cols) in [(1, 1), (3, 40), (2, 128), (60, 300)] {
+        let to_product = move |g: &mut CaseGraph, x| {
+            let w = g.weight("w", &[cols, 64], DType::Block(TensorType::Q8_0))?;
+            let refused = g.refused();
+            g.expect_all(refused);
+            let x = g.graph.cast(x, DType::Int16Rows)?;
+            g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
+        };
+        c.add(format!("f32 made int16-rows [{rows}, {cols}]"), move |g| {
+            let x = g.float("x", &[rows, cols], Fill::Between(-3.0, 3.0))?;
+            to_product(g, x)
+        });
+        if rows > 1 {
+            for view in View::STRIDED {
+                c.add(format!("f32 made int16-rows [{rows}, {cols}] {view:?}"), move |g| {
+                    let x = g.viewed("x", &[rows, cols], view, Fill::Signed)?;
+                    to_product(g, x)
+                });
+            }
+        }
+    }
     for format in TensorType::ALL.into_iter().filter(|format| format.is_quantized()) {
         let dtype = DType::Block(format);
         for (rows, outs, blocks) in [(1, 24, 1), (4, 12, 2), (7, 33, 1)] {
@@ -91,9 +112,12 @@ pub fn mat_mul(c: &mut Cases) {
             g.expect_all(refused);
             g.graph.push(Op::MatMul { ta: false, tb: false }, &[x, w], "y")
         });
-        for (rows, outs, blocks) in [(1, 1, 1), (3, 12, 1), (17, 33, 1), (40, 64, 2)] {
-            c.add(format!("{rows} bf16 rows before a {format} weight of {outs}"), move |g| {
-                let x = g.float_of("x", &[rows, outs], DType::BF16, Fill::Signed)?;
+        let narrow = [DType::BF16, DType::Int16Rows].into_iter();
+        for (left, (rows, outs, blocks)) in
+            narrow.flat_map(|d| [(1, 1, 1), (3, 12, 1), (17, 133, 1), (40, 64, 2)].map(|s| (d, s)))
+        {
+            c.add(format!("{rows} {left} rows before a {format} weight of {outs}"), move |g| {
+                let x = g.float_of("x", &[rows, outs], left, Fill::Signed)?;
                 let w = g.weight("w", &[outs, 256 * blocks], dtype)?;
                 let refused = g.refused();
                 g.expect_all(refused);

@@ -669,7 +669,8 @@ fn mat_mul(m: &mut Maker) -> Option<NodeId> {
         }
         let (mut x, w) = (m.like(&[rows, n])?, m.block_weight(n, k)?);
         if m.chance(50) {
-            x = m.push(Op::Cast { dtype: DType::BF16 }, &[x])?;
+            let dtype = m.either(DType::BF16, DType::Int16Rows);
+            x = m.push(Op::Cast { dtype }, &[x])?;
         }
         return m.push(Op::MatMul { ta: false, tb }, &[x, w]);
     }
