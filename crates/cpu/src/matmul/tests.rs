@@ -456,6 +456,41 @@ fn int16_product(isa: Isa, dy: &[f32], values: &[f32], [m, n, k]: [usize; 3]) ->
 }
 
 #[test]
+fn rows_are_made_int16_as_declared() {
+    let mut random = Random::new(17);
+    for n in [1, 15, 128, 129, 300] {
+        let mut x = random.floats(4 * n);
+        // All but 2, and -2: the largest code.
+        x[0] = 1.999_999_9;
+        x[n / 2] = -1.999_999_9;
+        x[n..2 * n].iter_mut().for_each(|x| *x *= 3e-38);
+        x[2 * n..3 * n].fill(0.0);
+        x[3 * n..].iter_mut().for_each(|x| *x *= f32::MAX);
+        for cpu in crate::testing::devices() {
+            let mut case = crate::testing::Case::new();
+            let from = case.floats("x", &[4, n], &x);
+            let rows = case.graph.cast(from, DType::Int16Rows).unwrap();
+            let made = case.run(&cpu, &[rows]).unwrap();
+            assert!(made[0] == bytes(&int16_rows(&x, n)), "{n} on {cpu:?}");
+        }
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            x[n - 1] = bad;
+            for cpu in crate::testing::devices() {
+                let mut case = crate::testing::Case::new();
+                let from = case.floats("x", &[4, n], &x);
+                let rows = case.graph.cast(from, DType::Int16Rows).unwrap();
+                let made = case.run(&cpu, &[rows]).unwrap();
+                let groups = made[0].chunks(int16::GROUP_BYTES).enumerate();
+                for (i, group) in groups.take(n.div_ceil(INT16_GROUP)) {
+                    let scale = f32::from_le_bytes(*group.last_chunk().unwrap());
+                    assert_eq!(scale.is_nan(), (i + 1) * INT16_GROUP >= n, "{bad}, {n}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn gradients_in_int16_are_what_is_declared() {
     for (dtype, _) in blocks_only() {
         for (m, n, k) in ODD {
