@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use graph::{DType, Device, Recompute};
+use graph::{DType, Device, GradPrecision, Recompute};
 use model::{Engine, EngineConfig, Model, Rows, WantLogits};
 use serde_json::Value;
 use train::{Example, Gradients, GraphConfig, Parameters, Window};
@@ -183,6 +183,63 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
 
 /// A window of 2,048 rows walked in 2, 4 and 8 chunks has the loss of the whole, bit for bit, and
 /// its gradient; where gradients are sent back one position only, it has not.
+/// An adapter of everything, as if it had learned something, so that no gradient is zero.
+fn learned(model: &Model) -> Parameters {
+    let targets = train::select_targets(model, &["all".into()]).unwrap();
+    let ranks = targets.iter().map(|name| (name.as_str(), 8));
+    let mut adapter = model::Adapter::fresh(model, ranks, 16.0, 1).unwrap();
+    let mut random = text::sampler::Rng::new(1);
+    for b in adapter.tensors.values_mut().flat_map(|pair| &mut pair.b) {
+        *b = (random.next_f64() - 0.5) as f32 * 0.04;
+    }
+    Parameters { adapter: Some(adapter), ..Parameters::default() }
+}
+
+/// The cosine of two gradients.
+fn cosine<'a>(a: impl Iterator<Item = &'a f32>, b: impl Iterator<Item = &'a f32>) -> f64 {
+    let [mut dot, mut left, mut right] = [0f64; 3];
+    for (a, b) in a.zip(b).map(|(&a, &b)| (f64::from(a), f64::from(b))) {
+        (dot, left, right) = (dot + a * b, left + a * a, right + b * b);
+    }
+    dot / (left * right).sqrt()
+}
+
+/// Gradients that pass quantized weights in bf16 or int16 point where those of f32 do.
+#[test]
+#[ignore = "needs the real models: cargo xtask real"]
+fn rounded_gradients_point_where_exact_ones_do() {
+    const ROWS: usize = 512;
+    for name in models() {
+        let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
+        let model = Model::load(&path(&name), device).unwrap();
+        let text = std::fs::read_to_string(root().join("testdata/perplexity/english.txt")).unwrap();
+        let mut tokens = model.tokenizer().encode(&text, text::Encode::PROMPT).unwrap();
+        tokens.truncate(ROWS + 1);
+        let weights = vec![1.0; tokens.len()];
+        let window = Window::from(vec![Example { tokens, weights }]);
+        let parameters = learned(&model);
+        let of = |grad_precision| {
+            let config = GraphConfig { rows: ROWS, grad_precision, ..GraphConfig::default() };
+            let mut gradients = Gradients::new(&model, config).unwrap();
+            gradients.of(&window, ROWS as f64, &parameters, &()).unwrap().grads
+        };
+        let exact = of(GradPrecision::F32);
+        for precision in [GradPrecision::Bf16, GradPrecision::Int16] {
+            let rounded = of(precision);
+            let whole = cosine(exact.values().flatten(), rounded.values().flatten());
+            let each = exact.iter().map(|(name, g)| (cosine(g.iter(), rounded[name].iter()), name));
+            let (worst, at) = each.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
+            println!(
+                "{name} {}: 1 - cosine {:.1e}, at {at} {:.1e}",
+                precision.name(),
+                1.0 - whole,
+                1.0 - worst
+            );
+            assert!(whole >= 0.9999, "{name} {}: {whole}", precision.name());
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs the real models: cargo xtask real"]
 fn a_window_walked_in_chunks_is_as_whole() {
@@ -198,15 +255,7 @@ fn a_window_walked_in_chunks_is_as_whole() {
     assert_eq!(tokens.len(), ROWS + 1);
     let example = Example { tokens, weights };
     let window = Window::from(vec![example.clone()]);
-    let targets = train::select_targets(&model, &["all".into()]).unwrap();
-    let ranks = targets.iter().map(|name| (name.as_str(), 8));
-    let mut adapter = model::Adapter::fresh(&model, ranks, 16.0, 1).unwrap();
-    // As if it had learned something, so that no gradient is zero.
-    let mut random = text::sampler::Rng::new(1);
-    for b in adapter.tensors.values_mut().flat_map(|pair| &mut pair.b) {
-        *b = (random.next_f64() - 0.5) as f32 * 0.04;
-    }
-    let parameters = Parameters { adapter: Some(adapter), ..Parameters::default() };
+    let parameters = learned(&model);
     let of = |rows: usize, horizon: usize| {
         let config = GraphConfig { rows, recompute: Recompute::PerLayer, ..GraphConfig::default() };
         let walks = train::Walks { window: ROWS, horizon, host_budget: 0 };

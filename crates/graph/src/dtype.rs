@@ -17,10 +17,10 @@ pub enum DType {
     /// [-127, 127], then `K/32` f32 scales, then `K/32` i32 sums of the codes of each block.
     Q8Rows,
     /// Rows in block floating point, by [`crate::Op::Cast`]: what gradients pass quantized weights
-    /// in ([`crate::GradPrecision::Int16`]). Per row, groups of 128 elements, the last filled up
-    /// with zeros: 128 codes, i16 in [-4095, 4095], then their f32 scale. Where
+    /// in ([`crate::GradPrecision::Int16`]). Per row, groups of 64 elements, the last filled up
+    /// with zeros: 64 codes, i16 in [-16383, 16383], then their f32 scale. Where
     /// `e = floor(log2(m))` and `m` is the group's largest magnitude, the scale is
-    /// `2^(max(e, -115) - 11)`; a code is `x / scale`, to nearest even. A group with an infinity or
+    /// `2^(max(e, -113) - 13)`; a code is `x / scale`, to nearest even. A group with an infinity or
     /// NaN has the scale NaN, and codes that say nothing.
     Int16Rows,
     /// A GGML block format; always a leaf, or a row of a cache.
@@ -31,7 +31,7 @@ pub enum DType {
 pub const Q8_ROWS_BLOCK: usize = 32;
 
 /// Elements per group of [`DType::Int16Rows`].
-pub const INT16_GROUP: usize = 128;
+pub const INT16_GROUP: usize = 64;
 
 impl DType {
     /// The name used in messages: `f32`, `q8-rows`, `Q4_K`.

@@ -234,8 +234,9 @@ pub enum Op {
     /// weights `[N, K]` has `tb = true`. Before a block format that is not transposed `a` may be
     /// bf16: then the elements of `b` are rounded to bf16 (to nearest even) too, and their
     /// products, which f32 holds exactly, are added up in f32. Or it may be int16-rows: then the
-    /// columns of `b` are rounded as those rows were, but to codes of up to 4096, the products of a
-    /// group are added up as integers, exactly, and the groups in f32. See [`GradPrecision`].
+    /// columns of `b` are rounded in groups as those rows were, but with a scale of
+    /// `2^(max(e, -113) - 10)` to codes of up to 2048; the products of a group are added up as
+    /// integers, exactly, and the groups in f32. See [`GradPrecision`].
     ///
     /// [`GradPrecision`]: crate::GradPrecision
     MatMul {

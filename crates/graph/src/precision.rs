@@ -14,10 +14,10 @@ pub enum GradPrecision {
     /// bf16: the cotangent passes `Cast`, and the product rounds the weight's elements. Rounding
     /// to nearest even, a relative error of at most 2^-9 in either.
     Bf16,
-    /// Block floating point of 13 bits: the cotangent passes `Cast` to
-    /// [`Int16Rows`](DType::Int16Rows), and the product rounds the weight's elements the same way,
-    /// in groups of 128 along the reduced dimension. An error of at most 2^-12 of a group's largest
-    /// magnitude in either.
+    /// Block floating point: the cotangent passes `Cast` to [`Int16Rows`](DType::Int16Rows), and
+    /// the product rounds the weight's elements in the same way, in groups of 64 along the reduced
+    /// dimension. An error of at most 2^-14 of a group's largest magnitude in a cotangent, and of
+    /// 2^-11 in a weight.
     Int16,
 }
 

@@ -149,10 +149,10 @@ impl Value {
                 let mut bytes = Vec::new();
                 for row in floats.chunks(self.shape.cols().max(1)) {
                     for group in row.chunks(INT16_GROUP) {
-                        let scale = int16_scale(group);
+                        let scale = int16_scale(group, 14);
                         for i in 0..INT16_GROUP {
                             let code =
-                                group.get(i).map_or(0, |x| int16_code(*x, scale, 4095.0) as i16);
+                                group.get(i).map_or(0, |x| int16_code(*x, scale, 16383.0) as i16);
                             bytes.extend(code.to_le_bytes());
                         }
                         bytes.extend(scale.to_le_bytes());
@@ -222,15 +222,16 @@ impl Value {
     }
 }
 
-/// The scale of a group of [`DType::Int16Rows`].
-pub(crate) fn int16_scale(group: &[f32]) -> f32 {
+/// The scale of a group of [`DType::Int16Rows`], or of a weight beside it, whose codes are below
+/// `2^bits` or equal to it.
+pub(crate) fn int16_scale(group: &[f32], bits: i32) -> f32 {
     if group.iter().any(|x| !x.is_finite()) {
         return f32::NAN;
     }
     let largest = group.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     // In f64 the exponent of every f32 is a normal one.
-    let e = ((f64::from(largest).to_bits() >> 52) as i32 - 1023).max(-115);
-    2f32.powi(e - 11)
+    let e = ((f64::from(largest).to_bits() >> 52) as i32 - 1023).max(-113);
+    2f32.powi(e + 1 - bits)
 }
 
 /// The code of an element of a group with this scale; NaN beside a scale that is.

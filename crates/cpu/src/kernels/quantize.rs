@@ -244,7 +244,7 @@ unsafe fn int16_row<S: Simd>(s: S, x: *const f32, to: *mut u8, n: usize) {
                 largest = s.i32_max(largest, s.bits(s.abs(*v)));
             }
             let largest = s.i32_splat(s.i32_reduce_max(largest));
-            let (scale, inverse) = int16::scale(s, largest);
+            let (scale, inverse) = int16::scale(s, largest, int16::ROW_BITS);
             for (i, v) in values.into_iter().enumerate() {
                 s.store_u16(to.cast::<u16>().add(i * LANES), int16::code(s, v, inverse));
             }

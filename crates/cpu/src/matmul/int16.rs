@@ -1,10 +1,10 @@
 //! `int16-rows [M, N] x blocks [N, K] -> f32 [M, K]`: gradients through quantized weights in block
 //! floating point.
 //!
-//! The weight's elements are rounded as the rows were ([`graph::DType::Int16Rows`]): each column
-//! has a power of two for every 128 of its elements. Its codes may be 4096, too, which saves
-//! limiting them: 128 products of that and 4095 are just below 2^31. The products of a group are
-//! added up as integers, exactly; the sum is added to the output as
+//! The weight's elements are rounded as the rows were ([`graph::DType::Int16Rows`]), to 11 bits
+//! where those have 14: each column has a power of two for every 64 of its elements. 64 products of
+//! 16383 and 2048 are just below 2^31. Cotangents have the more bits since their magnitudes differ
+//! more. The products of a group are added up as integers, exactly; the sum is added to the output as
 //! `fma(sum * column's scale, row's scale, output)`, groups ascending, from 0. None of it depends
 //! on the number of rows, on blocking or on tiles.
 
@@ -27,26 +27,29 @@ const PANEL_BYTES: usize = INT16_GROUP / 2 * PANEL * 4;
 /// Panels that are unpacked at a time: a unit.
 const UNPACKED: usize = 2;
 
+/// Bits of the codes of rows, and of a weight; these may be `2^WEIGHT_BITS`, too.
+pub(crate) const ROW_BITS: i32 = 14;
+const WEIGHT_BITS: i32 = 11;
+
 /// The scale of groups with these largest magnitudes, as bits, and what their elements are
 /// multiplied by, its inverse.
 #[inline(always)]
-pub(crate) fn scale<S: Simd>(s: S, largest: S::I32) -> (S::F32, S::F32) {
+pub(crate) fn scale<S: Simd>(s: S, largest: S::I32, bits: i32) -> (S::F32, S::F32) {
     let exponent = s.i32_and(largest, s.i32_splat(0xff << 23));
-    let exponent = s.i32_max(exponent, s.i32_splat((127 - 115) << 23));
+    let exponent = s.i32_max(exponent, s.i32_splat((127 - 113) << 23));
     let infinite = s.i32_gt(exponent, s.i32_splat(0xfe << 23));
-    let bits = s.i32_sub(exponent, s.i32_splat(11 << 23));
-    let bits = s.i32_select(infinite, s.i32_splat(0x7fc0_0000), bits);
-    // 2^(127 - e) beside 2^(e - 127), both biased, and 2^11 more.
-    let inverse = s.i32_sub(s.i32_splat(((2 * 127 + 11u32) << 23).cast_signed()), exponent);
-    (s.from_bits(bits), s.from_bits(inverse))
+    let scale = s.i32_sub(exponent, s.i32_splat((bits - 1) << 23));
+    let inverse = s.i32_sub(s.i32_splat((2 * 127) << 23), scale);
+    let scale = s.i32_select(infinite, s.i32_splat(0x7fc0_0000), scale);
+    (s.from_bits(scale), s.from_bits(inverse))
 }
 
 /// The codes of elements of a row.
 #[inline(always)]
 pub(crate) fn code<S: Simd>(s: S, x: S::F32, inverse: S::F32) -> S::I32 {
     // Of NaN, `min` gives the limit.
-    let code = s.min(s.mul(x, inverse), s.splat(4095.0));
-    s.to_i32(s.max(code, s.splat(-4095.0)))
+    let most = s.splat(((1 << ROW_BITS) - 1) as f32);
+    s.to_i32(s.max(s.min(s.mul(x, inverse), most), s.neg(most)))
 }
 
 /// Rows x panels of one tile: panels of 16 columns, an even number of them from an even one on.
@@ -287,7 +290,7 @@ impl<S: Dot> Kernel<S> for Encode {
                     *largest = s.i32_max(*largest, s.bits(s.abs(at(2 * pair + half))));
                 }
             }
-            let (scale, inverse) = scale(s, s.i32_max(largest[0], largest[1]));
+            let (scale, inverse) = scale(s, s.i32_max(largest[0], largest[1]), WEIGHT_BITS);
             s.store(self.scales, scale);
             // Beside 1.5 * 2^23 an integer is the low bits of the mantissa.
             let code = |row: usize| s.bits(s.fma(at(row), inverse, s.splat(12_582_912.0)));

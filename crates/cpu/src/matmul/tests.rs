@@ -398,12 +398,12 @@ fn gradients_in_bf16_match_f64() {
     }
 }
 
-/// The scale of a group of int16-rows.
-fn int16_scale(group: impl Iterator<Item = f32>) -> f32 {
+/// The scale of a group of int16-rows, or of a weight beside it.
+fn int16_scale(group: impl Iterator<Item = f32>, bits: i32) -> f32 {
     let largest = group.fold(0f32, |m, x| if x.abs() > m || x.is_nan() { x.abs() } else { m });
     match largest {
         m if !m.is_finite() => f32::NAN,
-        m => 2f32.powi(((f64::from(m).to_bits() >> 52) as i32 - 1023).max(-115) - 11),
+        m => 2f32.powi(((f64::from(m).to_bits() >> 52) as i32 - 1023).max(-113) + 1 - bits),
     }
 }
 
@@ -411,9 +411,9 @@ fn int16_scale(group: impl Iterator<Item = f32>) -> f32 {
 fn int16_codes(x: &[f32], n: usize) -> (Vec<i16>, Vec<f32>) {
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     for group in x.chunks(n).flat_map(|row| row.chunks(INT16_GROUP)) {
-        let scale = int16_scale(group.iter().copied());
+        let scale = int16_scale(group.iter().copied(), 14);
         scales.push(scale);
-        let code = |x: &f32| (x / scale).round_ties_even().clamp(-4095.0, 4095.0) as i16;
+        let code = |x: &f32| (x / scale).round_ties_even().clamp(-16383.0, 16383.0) as i16;
         codes.extend(group.iter().map(code).chain([0; INT16_GROUP]).take(INT16_GROUP));
     }
     (codes, scales)
@@ -437,7 +437,7 @@ fn int16_product(isa: Isa, dy: &[f32], values: &[f32], [m, n, k]: [usize; 3]) ->
     for (group, matrix) in values.chunks(INT16_GROUP * k).enumerate() {
         for column in 0..k {
             let values = matrix.iter().skip(column).step_by(k);
-            let scale = int16_scale(values.clone().copied());
+            let scale = int16_scale(values.clone().copied(), 11);
             let weight: Vec<_> = values.map(|x| (x / scale).round_ties_even() as i64).collect();
             for row in 0..m {
                 let at = row * n.div_ceil(INT16_GROUP) + group;
@@ -519,7 +519,7 @@ fn gradients_in_int16_are_what_is_declared() {
 fn the_largest_sum_of_a_group_fits() {
     let (n, k, dtype) = (2 * INT16_GROUP, 32, DType::Block(TensorType::Q8_0));
     for signs in [[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]] {
-        // f16 has 11 bits: 127 * 2047 / 2^6 is 4061.9, and what follows is above 4095.5.
+        // 127 * 129 / 8 is 2047.9.
         let blocks = |code: i8| {
             let scale = half::f16::from_f32(if code == 127 { 129.0 / 64.0 } else { 1.0 });
             let mut block = scale.to_le_bytes().to_vec();
@@ -528,9 +528,9 @@ fn the_largest_sum_of_a_group_fits() {
         };
         let weight: Vec<u8> = (0..n).flat_map(|_| blocks(127)).collect();
         let values = dequantized(dtype, &weight, n * k);
-        assert!(values.iter().all(|x| (x / int16_scale([*x].into_iter())).round() == 4096.0));
+        assert!(values.iter().all(|x| (x / int16_scale([*x].into_iter(), 11)).round() == 2048.0));
         let w = pack(dtype, n, k, &weight);
-        let dy: Vec<f32> = (0..n).map(|i| signs[i % 2] * 0.999_999).collect();
+        let dy: Vec<f32> = (0..n).map(|i| signs[i % 2] * 0.999_99).collect();
         let rows = int16_rows(&dy, n);
         for isa in families() {
             let a = memory(DType::Int16Rows, &[1, n], &rows);

@@ -131,15 +131,15 @@ impl<'a> Operands<'a> {
 }
 
 /// Rounds a matrix of `k` columns as [`DType::Int16Rows`] rounds rows, in groups down each column,
-/// to codes of up to 4096.
+/// to codes of up to 2048.
 fn int16_columns(matrix: &mut [f64], k: usize) {
     for group in matrix.chunks_mut(INT16_GROUP * k) {
         for column in 0..k {
             let values: Vec<f32> =
                 group.iter().skip(column).step_by(k).map(|&x| x as f32).collect();
-            let scale = int16_scale(&values);
+            let scale = int16_scale(&values, 11);
             for (to, x) in group.iter_mut().skip(column).step_by(k).zip(values) {
-                *to = int16_code(x, scale, 4096.0) * f64::from(scale);
+                *to = int16_code(x, scale, 2048.0) * f64::from(scale);
             }
         }
     }

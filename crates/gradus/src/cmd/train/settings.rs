@@ -176,7 +176,7 @@ pub enum PrecisionName {
     F32,
     /// bf16: gradients within a cosine of 0.9999 of those of f32
     Bf16,
-    /// int16: 13 bits with a scale for each 128 elements, closer to f32 than bf16
+    /// int16: integers with a scale for each 64 elements, closer to f32 than bf16
     Int16,
 }
 
