@@ -123,20 +123,16 @@ impl Snapshot {
         Snapshot { identity, cursor, tensors: BTreeMap::new() }
     }
 
-    pub(crate) fn add(
-        &mut self,
-        name: &str,
-        values: &[f32],
-        moments: Vec<Vec<f32>>,
-        best: Option<&[f32]>,
-    ) {
-        self.tensors.insert(format!("value/{name}"), values.to_vec());
-        for (i, moment) in moments.into_iter().enumerate() {
-            self.tensors.insert(format!("moment{i}/{name}"), moment);
-        }
-        if let Some(best) = best {
-            self.tensors.insert(format!("best/{name}"), best.to_vec());
-        }
+    /// Adds the next piece of a parameter's values, a moment or the best values (`part`), of `len`
+    /// numbers in all.
+    pub(crate) fn add(&mut self, part: &str, name: &str, piece: &[f32], len: usize) {
+        let tensor = self.tensors.entry(format!("{part}/{name}"));
+        tensor.or_insert_with(|| Vec::with_capacity(len)).extend_from_slice(piece);
+    }
+
+    /// Adds a moment, which it takes.
+    pub(crate) fn give(&mut self, moment: usize, name: &str, values: Vec<f32>) {
+        self.tensors.insert(format!("moment{moment}/{name}"), values);
     }
 
     /// Optimizer steps of the run before it.

@@ -431,9 +431,9 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         loop {
             while !self.advance(&mut pass, parameters, stop)? {}
             for (i, name) in names.iter().enumerate() {
-                if !self.gradient(&pass, i, &mut grad)? {
-                    continue;
-                }
+                let Some(len) = self.gradient_len(&pass, i)? else { continue };
+                grad.resize(len, 0.0);
+                self.gradient(&pass, i, 0, &mut grad)?;
                 match grads.get_mut(name) {
                     Some(sum) => sum.iter_mut().zip(&grad).for_each(|(a, b)| *a += b),
                     None => {
@@ -542,16 +542,27 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         check_loss(loss)
     }
 
-    /// The gradient of parameter `index`, in the order of [`Parameters::names`], of a pass that
-    /// has come to where gradients are to be taken. False where it is zero, since nothing that was
-    /// run depends on the parameter; then `to` is left empty.
+    /// How many numbers the gradient of parameter `index` has, in the order of
+    /// [`Parameters::names`], in a pass that has come to where gradients are to be taken. `None`
+    /// where it is zero, since nothing that was run depends on the parameter.
     ///
     /// # Errors
-    /// When it is not finite, by name.
-    pub fn gradient(&self, pass: &Pass, index: usize, to: &mut Vec<f32>) -> Result<bool> {
+    /// When there is no such parameter.
+    pub fn gradient_len(&self, pass: &Pass, index: usize) -> Result<Option<usize>> {
         match &pass.course {
-            Course::Whole(run) => self.gradient_of(run, index, to),
-            Course::Walk(walk) => self.gradient_of(walk.run()?, index, to),
+            Course::Whole(run) => self.gradient_len_of(run, index),
+            Course::Walk(walk) => self.gradient_len_of(walk.run()?, index),
+        }
+    }
+
+    /// That gradient from the number `from` on, as much as `to` takes.
+    ///
+    /// # Errors
+    /// When some of it is not finite, by the parameter's name; or it ends before.
+    pub fn gradient(&self, pass: &Pass, index: usize, from: usize, to: &mut [f32]) -> Result<()> {
+        match &pass.course {
+            Course::Whole(run) => self.gradient_of(run, index, from, to),
+            Course::Walk(walk) => self.gradient_of(walk.run()?, index, from, to),
         }
     }
 

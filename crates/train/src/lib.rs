@@ -20,6 +20,7 @@ mod held_out;
 mod moved;
 mod optimizer;
 mod parameters;
+mod piece;
 mod record;
 mod step;
 mod targets;

@@ -11,11 +11,13 @@
 //! other's values allow.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use model::{Adapter, Model};
 use serde_json::{Value, json};
 
 use crate::Parameters;
+use crate::piece::{self, At};
 
 /// A token with loss was computed with it.
 const CHOSEN: u8 = 1;
@@ -30,14 +32,6 @@ const FELT: u8 = 32;
 #[derive(Clone, PartialEq, Debug, Default)]
 pub(crate) struct Moved(BTreeMap<String, Vec<u8>>);
 
-/// A parameter that is about to move.
-pub(crate) struct Watched {
-    target: String,
-    flag: u8,
-    /// Parts with a gradient, and what they are before the step.
-    before: Vec<(usize, Vec<f32>)>,
-}
-
 /// What there is to say of a run.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub(crate) struct Summary {
@@ -51,9 +45,15 @@ pub(crate) struct Summary {
     pub(crate) moved: (usize, usize),
 }
 
-/// The parts of some values.
-fn parts(values: &[f32], n: usize) -> impl Iterator<Item = &[f32]> {
-    values.chunks((values.len() / n.max(1)).max(1))
+/// The parts, of `n`, that a piece of a list of `len` numbers touches, each with its numbers there.
+fn touched(
+    len: usize,
+    n: usize,
+    piece: Range<usize>,
+) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let size = (len / n.max(1)).max(1);
+    let parts = piece.start / size..n.min(piece.end.div_ceil(size));
+    parts.map(move |i| (i, piece.start.max(i * size)..piece.end.min((i + 1) * size)))
 }
 
 fn any(values: &[f32]) -> bool {
@@ -71,7 +71,7 @@ impl Moved {
         Moved(pairs.chain(weights.iter().map(|name| (name.clone(), experts(name)))).collect())
     }
 
-    /// How many experts a parameter has, if [`Moved::watch`] needs to be told which were chosen.
+    /// How many experts a parameter has, if [`Moved::owe`] needs to be told which were chosen.
     pub(crate) fn experts(&self, name: &str) -> Option<usize> {
         let (target, flag, settled) = role(name);
         if settled != flag && flag != A[1] {
@@ -81,68 +81,96 @@ impl Moved {
         parts.iter().any(|part| part & settled != settled).then_some(parts.len())
     }
 
-    /// Takes note of what a step owes a parameter and what it gives. `gradient` is that of the
-    /// step, and `chosen` says of each expert of a stack whether a token with loss chose it. A pair
-    /// is asked about A first, before any of it has moved.
-    pub(crate) fn watch(
+    /// What is known of the parts of a parameter's target, where there is more to be found out: of
+    /// each, the flag that says the parameter has moved it.
+    fn open(&mut self, name: &str) -> Option<(&mut Vec<u8>, u8)> {
+        let (target, flag, settled) = role(name);
+        let state = self.0.get_mut(&target)?;
+        (!state.iter().all(|part| part & settled == settled)).then_some((state, flag))
+    }
+
+    /// Takes note of what a step owes a parameter, as a piece of the values from `from` on tells it;
+    /// returns where the next piece begins that may tell more. `chosen` says of each expert of a
+    /// stack whether a token with loss chose it. A pair is asked about A first, before any of it has
+    /// moved.
+    pub(crate) fn owe(
         &mut self,
         name: &str,
         parameters: &Parameters,
-        gradient: &[f32],
         chosen: Option<&[bool]>,
-    ) -> Option<Watched> {
-        let (target, flag, settled) = role(name);
-        let state = self.0.get_mut(&target)?;
-        if state.iter().all(|part| part & settled == settled) {
-            return None;
-        }
+        from: usize,
+    ) -> Option<usize> {
+        let (state, flag) = self.open(name)?;
         let n = state.len();
         let is_chosen = |part: usize| chosen.is_none_or(|c| c.get(part).copied().unwrap_or(false));
-        let is_pair = name.starts_with("0:");
-        let pair = parameters.pair(name);
-        let values = match (is_pair, pair, flag == A[1]) {
-            (true, Some(pair), true) => {
-                let both = parts(&pair.a, n).zip(parts(&pair.b, n));
-                for (i, (part, (a, b))) in state.iter_mut().zip(both).enumerate() {
-                    if is_chosen(i) {
-                        *part |= CHOSEN | if any(b) { A[0] } else { 0 };
-                        *part |= if any(a) { B[0] } else { 0 };
-                    }
-                }
-                &pair.a
-            }
-            (true, Some(pair), false) => &pair.b,
-            _ => {
-                let chosen = state.iter_mut().enumerate().filter(|(i, _)| is_chosen(*i));
-                chosen.for_each(|(_, part)| *part |= CHOSEN | B[0]);
-                parameters.weights.get(name)?
-            }
-        };
-        let mut before = Vec::new();
-        let each = state.iter_mut().zip(parts(values, n).zip(parts(gradient, n))).enumerate();
-        for (i, (part, (values, gradient))) in each {
-            match (*part & flag == 0 && any(gradient), flag == A[1]) {
-                (false, _) => {}
-                // B starts from zeros, so that its first gradients may be too small to change A.
-                (true, true) => *part |= flag,
-                (true, false) => {
-                    *part |= FELT;
-                    before.push((i, values.to_vec()));
+        if !name.starts_with("0:") {
+            let chosen = state.iter_mut().enumerate().filter(|(i, _)| is_chosen(*i));
+            chosen.for_each(|(_, part)| *part |= CHOSEN | B[0]);
+            return None;
+        }
+        let pair = parameters.pair(name).filter(|_| flag == A[1])?;
+        let (at, mut ends) = (At { list: 0, from }, true);
+        for (values, owed) in [(&pair.a, B[0]), (&pair.b, A[0])] {
+            let piece = at.piece(values.len());
+            ends &= piece.end == values.len();
+            for (i, range) in touched(values.len(), n, piece) {
+                if let Some(part) = state.get_mut(i).filter(|_| is_chosen(i)) {
+                    let owes = *part & owed != 0 || any(values.get(range).unwrap_or(&[]));
+                    *part |= CHOSEN | if owes { owed } else { 0 };
                 }
             }
         }
-        (!before.is_empty()).then_some(Watched { target, flag, before })
+        let both = A[0] | B[0];
+        let is_known = |(i, part): (usize, &u8)| !is_chosen(i) || part & both == both;
+        let ends = ends || state.iter().enumerate().all(is_known);
+        (!ends).then_some(from + piece::NUMBERS)
     }
 
-    /// Compares a parameter with what it is after the step.
-    pub(crate) fn note(&mut self, watched: Option<Watched>, values: &[f32]) {
-        let Some(Watched { target, flag, before }) = watched else { return };
-        let Some(state) = self.0.get_mut(&target) else { return };
-        let all: Vec<&[f32]> = parts(values, state.len()).collect();
-        for (i, before) in before {
-            let now = all.get(i).copied().unwrap_or(&[]);
-            let changed = before.iter().zip(now).any(|(a, b)| a.to_bits() != b.to_bits());
-            if let Some(part) = state.get_mut(i).filter(|_| changed) {
+    /// Takes note of what a step gives a parameter of `len` numbers: a piece of the gradient from
+    /// `from` on. True where it is to be seen whether the values move by it, see [`Moved::note`].
+    pub(crate) fn feel(
+        &mut self,
+        name: &str,
+        (from, len): (usize, usize),
+        gradient: &[f32],
+    ) -> bool {
+        let Some((state, flag)) = self.open(name) else { return false };
+        let n = state.len();
+        let mut is_to_move = false;
+        for (i, range) in touched(len, n, from..from + gradient.len()) {
+            let of = gradient.get(range.start - from..range.end - from).unwrap_or(&[]);
+            let Some(part) = state.get_mut(i).filter(|part| **part & flag == 0 && any(of)) else {
+                continue;
+            };
+            match flag == A[1] {
+                // B starts from zeros, so that its first gradients may be too small to change A.
+                true => *part |= flag,
+                false => {
+                    *part |= FELT;
+                    is_to_move = true;
+                }
+            }
+        }
+        is_to_move
+    }
+
+    /// Compares a piece of a parameter with what it was before the step moved it by `gradient`.
+    pub(crate) fn note(
+        &mut self,
+        name: &str,
+        (from, len): (usize, usize),
+        gradient: &[f32],
+        before: &[f32],
+        now: &[f32],
+    ) {
+        let Some((state, flag)) = self.open(name) else { return };
+        let n = state.len();
+        let all = gradient.iter().zip(before.iter().zip(now));
+        let moved: Vec<bool> =
+            all.map(|(g, (a, b))| *g != 0.0 && a.to_bits() != b.to_bits()).collect();
+        for (i, range) in touched(len, n, from..from + moved.len()) {
+            let of = moved.get(range.start - from..range.end - from).unwrap_or(&[]);
+            if let Some(part) = state.get_mut(i).filter(|_| of.contains(&true)) {
                 *part |= flag;
             }
         }
@@ -231,10 +259,14 @@ mod tests {
     fn step(to: &mut (Moved, Parameters), gradients: [[f32; 2]; 2], chosen: [bool; 2]) {
         let (moved, parameters) = to;
         for (name, gradient) in NAMES.into_iter().zip(gradients) {
-            let watched = moved.watch(name, parameters, &gradient, Some(&chosen));
+            assert_eq!(moved.owe(name, parameters, Some(&chosen), 0), None);
+            let is_to_move = moved.feel(name, (0, 2), &gradient);
             let values = parameters.value_mut(name).unwrap();
+            let before = values.to_vec();
             values.iter_mut().zip(gradient).for_each(|(v, g)| *v -= 0.5 * g);
-            moved.note(watched, values);
+            if is_to_move {
+                moved.note(name, (0, 2), &gradient, &before, values);
+            }
         }
     }
 
@@ -281,6 +313,56 @@ mod tests {
         assert_eq!(summary.unchanged, ["t[0].lora_b"]);
         assert_eq!(summary.dead, ["t[1].lora_b"]);
         assert_eq!(summary.moved, (0, 1));
+    }
+
+    /// Three experts of which each lies in two pieces, which share one: what is found out of each
+    /// does not depend on where pieces begin.
+    #[test]
+    fn what_moves_is_found_out_piece_by_piece() {
+        let size = 2 * piece::NUMBERS / 3;
+        let (len, mut random) = (3 * size, testkit::Random::new(3));
+        for _ in 0..200 {
+            // Of a few numbers that are not zero, far from each other.
+            let mut list = || {
+                let mut list = vec![0.0f32; len];
+                (0..random.below(4)).for_each(|_| list[random.below(len)] = 1.0);
+                list
+            };
+            let (a, b, gradient) = (list(), list(), [list(), list()]);
+            let of = |list: &[f32], i: usize| any(&list[i * size..(i + 1) * size]);
+            let (mut whole, mut parameters) = pair([0.0; 2], [0.0; 2]);
+            whole.0.insert(NAMES[1].into(), vec![0; 3]);
+            let tensor = LoraTensor { a: a.clone(), b: b.clone(), rank: 1, scale: 1.0 };
+            parameters.adapter.as_mut().unwrap().tensors.insert("t".into(), tensor);
+            for (name, gradient) in NAMES.into_iter().zip(&gradient) {
+                let mut from = Some(0);
+                while let Some(at) = from {
+                    from = whole.owe(name, &parameters, Some(&[true, true, false]), at);
+                }
+                let values = parameters.value_mut(name).unwrap();
+                let mut at = At::start(0);
+                while at.list == 0 {
+                    let (range, place) = (at.piece(len), (at.from, len));
+                    let (values, gradient) = (&mut values[range.clone()], &gradient[range]);
+                    let (to_move, before) = (whole.feel(name, place, gradient), values.to_vec());
+                    values.iter_mut().zip(gradient).for_each(|(v, g)| *v -= 0.5 * g);
+                    if to_move {
+                        whole.note(name, place, gradient, &before, values);
+                    }
+                    at = at.after(len);
+                }
+            }
+            for i in 0..3 {
+                let if_so = |so: bool, flag: u8| if so { flag } else { 0 };
+                let chosen = i < 2;
+                let expected = if_so(chosen, CHOSEN)
+                    | if_so(chosen && of(&b, i), A[0])
+                    | if_so(chosen && of(&a, i), B[0])
+                    | if_so(of(&gradient[0], i), A[1])
+                    | if_so(of(&gradient[1], i), B[1] | FELT);
+                assert_eq!(whole.0[NAMES[1]][i], expected, "expert {i}");
+            }
+        }
     }
 
     #[test]

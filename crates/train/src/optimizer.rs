@@ -186,23 +186,42 @@ impl Optimizer {
     /// # Errors
     /// As [`Optimizer::check`]; it has not moved then.
     pub fn update(&mut self, lr: f32, name: &str, p: &mut [f32], g: &[f32]) -> Result<()> {
-        self.check(name, p.len(), g.len())?;
+        self.update_piece(lr, name, (0, p.len()), p, g)
+    }
+
+    /// As [`Optimizer::update`], of a piece of a parameter: its numbers from `from` on, of `len`.
+    pub(crate) fn update_piece(
+        &mut self,
+        lr: f32,
+        name: &str,
+        (from, len): (usize, usize),
+        p: &mut [f32],
+        g: &[f32],
+    ) -> Result<()> {
+        // Of all of it, or of none.
+        self.check(name, len, len - p.len().min(len) + g.len())?;
         let t = self.steps.clamp(1, i32::MAX as u64) as i32;
         let shrink = 1.0 - lr * self.weight_decay;
-        let fresh = || vec![vec![0.0; g.len()]; self.method.moments()];
-        let moments = self.moments.entry(name.to_string()).or_insert_with(fresh);
+        // One by one: copies of a list would be written now, zeros are given when they are read.
+        let fresh = || (0..self.method.moments()).map(|_| vec![0.0; len]).collect();
+        let kept = self.moments.entry(name.to_string()).or_insert_with(fresh);
+        let mut moments: Vec<&mut [f32]> = Vec::new();
+        for moment in kept {
+            let lost = || Error::Stopped(format!("a piece of a moment of `{name}` went missing"));
+            moments.push(moment.get_mut(from..from + g.len()).ok_or_else(lost)?);
+        }
         match (self.method, moments.as_mut_slice()) {
             (Method::AdamW { beta1: b1, beta2: b2, eps }, [m, v]) => {
                 let c1 = 1.0 / (1.0 - f64::from(b1).powi(t)) as f32;
                 let c2 = 1.0 / (1.0 - f64::from(b2).powi(t)) as f32;
-                for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
                     *m = b1 * *m + (1.0 - b1) * g;
                     *v = b2 * *v + (1.0 - b2) * g * g;
                     *p = *p * shrink - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
                 }
             }
             (Method::Sgd { momentum }, [m]) => {
-                for ((p, &g), m) in p.iter_mut().zip(g).zip(m) {
+                for ((p, &g), m) in p.iter_mut().zip(g).zip(m.iter_mut()) {
                     *m = momentum * *m + g;
                     *p = *p * shrink - lr * *m;
                 }

@@ -1,4 +1,5 @@
-//! One optimizer step as work that can stop between any two tiles of a graph or any two tensors.
+//! One optimizer step as work that can stop between any two tiles of a graph or any two pieces of
+//! tensors.
 
 use graph::Stop;
 use model::Model;
@@ -7,20 +8,23 @@ use std::ops::Deref;
 use crate::gradients::Pass;
 use crate::held_out::Blame;
 use crate::moved::Moved;
+use crate::piece::At;
 use crate::{Error, Example, Goal, Gradients, Masks, Optimizer, Parameters, Result, Window};
 
-/// What a step does next.
+/// What a step does next; lists are those of its parameters.
 enum Stage {
     /// Run the window until there are gradients.
     Run,
-    /// Add the gradient of this parameter to the sum.
-    Collect(usize),
-    /// Add the squares of this parameter's gradient to the norm's.
-    Norm(usize, f64),
+    /// Add the window's gradient to the sums, from here on.
+    Collect(At),
+    /// Add the squares of the sums to the norm's, from here on.
+    Norm(At, f64),
     /// Find what made the window give a number that is not finite.
     Search(Blame),
-    /// Move this parameter.
-    Move { at: usize, norm: f64, factor: f32 },
+    /// Find out what of a parameter is owed a gradient, from here on.
+    Owe(At),
+    /// Move the parameters, from here on.
+    Move(At),
 }
 
 /// A step under way.
@@ -38,7 +42,10 @@ pub(crate) struct Step {
     /// Of each parameter that is a stack of experts, those that tokens with loss chose; empty where
     /// nobody asks.
     chosen: Vec<Vec<bool>>,
+    /// A piece of a gradient, or of a parameter before it moves.
     buffer: Vec<f32>,
+    /// The norm of the gradient, and what it is multiplied by.
+    norm: (f64, f32),
     window: usize,
     pass: Option<Pass>,
     stage: Stage,
@@ -60,16 +67,20 @@ pub(crate) fn total_weight(windows: &[Window]) -> f64 {
     windows.iter().map(|w| w.examples.iter().map(Example::weight).sum::<f64>()).sum()
 }
 
-/// Adds a window's gradient of a parameter to those of the windows before it.
-fn add(name: &str, sum: &mut [f32], gradient: &[f32]) -> Result<()> {
-    if sum.len() != gradient.len() {
+/// Adds a piece of a window's gradient of a parameter, its numbers from `from` on of `len`, to those
+/// of the windows before it; what the first gives is the sum so far.
+fn add(name: &str, sum: &mut Vec<f32>, (from, len): (usize, usize), piece: &[f32]) -> Result<()> {
+    if sum.len() == from {
+        sum.extend_from_slice(piece);
+        return Ok(());
+    }
+    if sum.len() != len {
         return Err(Error::Stopped(format!(
-            "the gradient of `{name}` has {} numbers, that of the windows before it {}",
-            gradient.len(),
+            "the gradient of `{name}` has {len} numbers, that of the windows before it {}",
             sum.len()
         )));
     }
-    sum.iter_mut().zip(gradient).for_each(|(a, b)| *a += b);
+    sum.iter_mut().skip(from).zip(piece).for_each(|(a, b)| *a += b);
     Ok(())
 }
 
@@ -92,6 +103,7 @@ impl Step {
             sums: Vec::new(),
             chosen: Vec::new(),
             buffer: Vec::new(),
+            norm: (0.0, 1.0),
             window: 0,
             pass: None,
             stage: Stage::Run,
@@ -100,7 +112,7 @@ impl Step {
 
     /// True when some parameters have moved and others have not.
     pub(crate) fn is_moving(&self) -> bool {
-        matches!(self.stage, Stage::Move { .. })
+        matches!(self.stage, Stage::Owe(_) | Stage::Move(_))
     }
 
     /// Goes on until the step is done, or until `stop` says so, which is `None`.
@@ -129,37 +141,15 @@ impl Step {
                         }
                     };
                     self.stage = match gradients.advance(pass, parameters, stop) {
-                        Ok(true) => Stage::Collect(0),
+                        Ok(true) => Stage::Collect(At::start(0)),
                         Ok(false) => return Ok(None),
                         Err(Error::NotFinite(why)) => Stage::Search(self.blame(why, optimizer)),
                         Err(e) => return Err(e),
                     };
                 }
-                Stage::Collect(i) if i < self.names.len() => {
-                    let pass = self.pass.as_ref().ok_or_else(|| {
-                        Error::Stopped("the gradients of a step went missing".into())
-                    })?;
-                    self.stage = match gradients.gradient(pass, i, &mut self.buffer) {
-                        Ok(true) => {
-                            if i == self.chosen.len() {
-                                let experts = self.names.get(i).and_then(|n| moved.experts(n));
-                                self.chosen.push(vec![false; experts.unwrap_or(0)]);
-                            }
-                            let marks = self.chosen.get_mut(i).filter(|marks| !marks.is_empty());
-                            if let Some(marks) = marks {
-                                gradients.chosen(pass, i, marks)?;
-                            }
-                            match self.sums.get_mut(i) {
-                                Some(sum) => {
-                                    let name = self.names.get(i).map_or("", |name| name.as_str());
-                                    add(name, sum, &self.buffer)?;
-                                }
-                                // The first to run has loss, and so all gradients.
-                                None => self.sums.push(std::mem::take(&mut self.buffer)),
-                            }
-                            Stage::Collect(i + 1)
-                        }
-                        Ok(false) => Stage::Collect(i + 1),
+                Stage::Collect(at) if at.list < self.names.len() => {
+                    self.stage = match self.collect(at, gradients, moved) {
+                        Ok(next) => Stage::Collect(next),
                         Err(Error::NotFinite(why)) => Stage::Search(self.blame(why, optimizer)),
                         Err(e) => return Err(e),
                     };
@@ -182,7 +172,7 @@ impl Step {
                     self.pass = None;
                     self.window += 1;
                     let more = self.window < self.windows.len();
-                    self.stage = if more { Stage::Run } else { Stage::Norm(0, 0.0) };
+                    self.stage = if more { Stage::Run } else { Stage::Norm(At::start(0), 0.0) };
                 }
                 Stage::Search(ref mut blame) => {
                     let lost = || Error::Stopped("a pass went missing".into());
@@ -190,41 +180,104 @@ impl Step {
                     blame.advance(gradients, pass, parameters, stop)?;
                     return Ok(None);
                 }
-                Stage::Norm(i, squares) => match self.sums.get(i) {
+                Stage::Norm(at, squares) => match self.sums.get(at.list) {
                     Some(sum) => {
                         let add = |squares: f64, &g: &f32| squares + f64::from(g) * f64::from(g);
-                        self.stage = Stage::Norm(i + 1, sum.iter().fold(squares, add));
+                        let piece = sum.get(at.piece(sum.len())).unwrap_or(&[]);
+                        let squares = piece.iter().fold(squares, add);
+                        self.stage = Stage::Norm(at.after(sum.len()), squares);
                     }
                     None => {
                         let norm = squares.sqrt();
-                        let factor = self.scale(norm, parameters, optimizer)?;
+                        self.norm = (norm, self.scale(norm, parameters, optimizer)?);
                         optimizer.steps += 1;
-                        self.stage = Stage::Move { at: 0, norm, factor };
+                        self.stage = Stage::Owe(At::start(0));
                     }
                 },
-                Stage::Move { at, norm, factor } => {
-                    let (Some(name), Some(sum)) = (self.names.get(at), self.sums.get_mut(at))
+                Stage::Owe(at) => {
+                    let Some(name) = self.names.get(at.list).filter(|_| at.list < self.sums.len())
                     else {
-                        let Step { loss, lr, rows, total, .. } = *self;
+                        let Step { loss, lr, rows, total, norm: (norm, _), .. } = *self;
                         return Ok(Some(Stepped { loss, norm, lr, rows, total }));
                     };
-                    let chosen = self.chosen.get(at).filter(|marks| !marks.is_empty());
+                    let chosen = self.chosen.get(at.list).filter(|marks| !marks.is_empty());
                     let chosen = chosen.map(Vec::as_slice);
-                    let watched = moved.watch(name, parameters, sum, chosen);
-                    if factor < 1.0 {
-                        sum.iter_mut().for_each(|g| *g *= factor);
-                    }
-                    if let Some(values) = parameters.value_mut(name) {
-                        optimizer.update(self.lr, name, values, sum)?;
-                        moved.note(watched, values);
-                    }
-                    self.stage = Stage::Move { at: at + 1, norm, factor };
+                    self.stage = match moved.owe(name, parameters, chosen, at.from) {
+                        Some(from) => Stage::Owe(At { from, ..at }),
+                        None => Stage::Move(At::start(at.list)),
+                    };
+                }
+                Stage::Move(at) => {
+                    let next = self.move_piece(at, parameters, optimizer, moved)?;
+                    self.stage = match next.list == at.list {
+                        true => Stage::Move(next),
+                        false => Stage::Owe(next),
+                    };
                 }
             }
             if stop.should_stop() {
                 return Ok(None);
             }
         }
+    }
+
+    /// Adds a piece of the window's gradient to the sums, and returns what comes next.
+    fn collect<M: Deref<Target = Model>>(
+        &mut self,
+        at: At,
+        gradients: &Gradients<M>,
+        moved: &Moved,
+    ) -> Result<At> {
+        let lost = || Error::Stopped("the gradients of a step went missing".into());
+        let (i, pass) = (at.list, self.pass.as_ref().ok_or_else(lost)?);
+        let name = self.names.get(i).ok_or_else(lost)?;
+        let Some(len) = gradients.gradient_len(pass, i)? else { return Ok(At::start(i + 1)) };
+        if at.from == 0 {
+            if i == self.chosen.len() {
+                self.chosen.push(vec![false; moved.experts(name).unwrap_or(0)]);
+            }
+            if let Some(marks) = self.chosen.get_mut(i).filter(|marks| !marks.is_empty()) {
+                gradients.chosen(pass, i, marks)?;
+            }
+            // The first to run has loss, and so all gradients.
+            if i == self.sums.len() {
+                self.sums.push(Vec::with_capacity(len));
+            }
+        }
+        self.buffer.resize(at.piece(len).len(), 0.0);
+        gradients.gradient(pass, i, at.from, &mut self.buffer)?;
+        add(name, self.sums.get_mut(i).ok_or_else(lost)?, (at.from, len), &self.buffer)?;
+        Ok(at.after(len))
+    }
+
+    /// Moves a piece of a parameter, and returns what comes next.
+    fn move_piece(
+        &mut self,
+        at: At,
+        parameters: &mut Parameters,
+        optimizer: &mut Optimizer,
+        moved: &mut Moved,
+    ) -> Result<At> {
+        let lost = || Error::Stopped("a parameter of a step went missing".into());
+        let name = self.names.get(at.list).ok_or_else(lost)?;
+        let sum = self.sums.get_mut(at.list).ok_or_else(lost)?;
+        let (len, range) = (sum.len(), at.piece(sum.len()));
+        let (place, gradient) = ((at.from, len), sum.get_mut(range.clone()).ok_or_else(lost)?);
+        let values = parameters.value_mut(name).and_then(|values| values.get_mut(range));
+        let values = values.ok_or_else(lost)?;
+        let is_to_move = moved.feel(name, place, gradient);
+        if is_to_move {
+            self.buffer.clear();
+            self.buffer.extend_from_slice(values);
+        }
+        if self.norm.1 < 1.0 {
+            gradient.iter_mut().for_each(|g| *g *= self.norm.1);
+        }
+        optimizer.update_piece(self.lr, name, place, values, gradient)?;
+        if is_to_move {
+            moved.note(name, place, gradient, &self.buffer, values);
+        }
+        Ok(at.after(len))
     }
 
     fn blame(&self, why: String, optimizer: &Optimizer) -> Blame {
@@ -270,16 +323,16 @@ mod tests {
 
     #[test]
     fn accumulators_of_another_length_are_refused_by_name() {
-        let mut sum = vec![1.0, 2.0];
-        add("0:blk.0.ffn_up.lora_a", &mut sum, &[3.0, 5.0]).unwrap();
-        for gradient in [&[1.0][..], &[1.0; 3], &[]] {
-            let e = add("0:blk.0.ffn_up.lora_a", &mut sum, gradient).unwrap_err();
-            let n = gradient.len();
+        let (name, mut sum) = ("0:blk.0.ffn_up.lora_a", Vec::new());
+        for (from, piece) in [(0, [1.0]), (1, [2.0]), (0, [3.0]), (1, [5.0])] {
+            add(name, &mut sum, (from, 2), &piece).unwrap();
+        }
+        for len in [1, 3] {
+            let e = add(name, &mut sum, (0, len), &[1.0]).unwrap_err();
             assert_eq!(
                 e.to_string(),
                 format!(
-                    "the gradient of `0:blk.0.ffn_up.lora_a` has {n} numbers, that of the windows \
-                     before it 2"
+                    "the gradient of `{name}` has {len} numbers, that of the windows before it 2"
                 )
             );
         }

@@ -1,5 +1,9 @@
 //! The loop: windows in, an adapter out.
 
+mod snapshots;
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -7,15 +11,13 @@ use std::sync::Arc;
 use graph::{Device, Stop};
 use model::{Adapter, Model};
 
-use crate::checkpoint::{Cursor, Identity, Snapshot, digest, digest_start};
+use crate::checkpoint::{Snapshot, digest, digest_start};
 use crate::epochs::Epochs;
 use crate::held_out::{Held, HeldOut};
 use crate::moved::{Moved, Summary};
+use crate::piece::{self, At};
 use crate::step::{Step, Stepped};
-use crate::{
-    Checkpoints, Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig,
-    Window,
-};
+use crate::{Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig, Window};
 
 /// What a run reports as it goes.
 #[derive(Clone, PartialEq, Debug)]
@@ -123,8 +125,10 @@ enum Work {
     Next,
     Step(Box<Step>),
     HeldOut(Box<HeldOut>),
-    /// A snapshot, and the parameter it comes to next.
-    Snapshot(Box<Snapshot>, usize),
+    /// A snapshot, and what it comes to next.
+    Snapshot(Box<Snapshot>, At),
+    /// The best parameters so far are copied.
+    Keep(Box<Keep>),
     EarlyStop,
     Done,
 }
@@ -138,6 +142,14 @@ pub(crate) struct Best {
     pub(crate) since: u64,
     /// The parameters then, in the order of [`Parameters::names`].
     pub(crate) values: Vec<Vec<f32>>,
+}
+
+/// An evaluation that is the best so far, told when its parameters have been copied.
+struct Keep {
+    best: Best,
+    at: At,
+    event: Event,
+    whole_epoch: bool,
 }
 
 /// A training run over a model, which is borrowed or shared (`M`).
@@ -467,8 +479,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
 
     /// Bytes that a run takes beside the model and the data: arenas, what crosses between devices,
     /// and for each number that moves itself, its gradient, its moments, the best so far where that
-    /// is kept, and all but the gradient once more where checkpoints are taken; and one tensor's
-    /// gradient of one window, before it is added to those of others.
+    /// is kept, and all but the gradient once more where checkpoints are taken; and a piece of one
+    /// tensor's gradient of one window, before it is added to those of others.
     pub fn planned_bytes(&self) -> usize {
         self.gradients.planned_bytes() + self.parameter_bytes()
     }
@@ -478,7 +490,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     pub fn parameter_bytes(&self) -> usize {
         let kept = 1 + self.config.method.moments() + usize::from(self.config.keeps_best());
         let all = self.lengths.iter().sum::<usize>() * 4;
-        let gradients = all + self.lengths.iter().max().copied().unwrap_or(0) * 4;
+        let longest = self.lengths.iter().max().copied().unwrap_or(0) * 4;
+        let gradients = all + longest.min(piece::BYTES);
         let copied = match self.checkpoint_every {
             None => 0,
             Some(every) if every > 0 && every <= self.steps => all * kept,
@@ -515,137 +528,6 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// part of [`Trainer::planned_bytes`] that has been taken.
     pub fn held_bytes(&self) -> usize {
         self.parameters.held() * 4
-    }
-
-    fn identity(&self) -> Identity {
-        let model = self.gradients.model();
-        Identity {
-            settings: self.config.settings(),
-            start: self.start,
-            data: self.data,
-            model: model.fingerprint(),
-            family: model.device().family().to_string(),
-        }
-    }
-
-    fn cursor(&self) -> Cursor {
-        Cursor {
-            steps: self.optimizer.steps,
-            first_step: self.first_step,
-            next: self.next,
-            epoch_loss: self.epoch_loss,
-            last_loss: self.last_loss,
-            best: self.best.as_ref().map(|b| (b.step, b.loss, b.since)),
-            due: matches!(&self.work, Work::HeldOut(held_out) if !held_out.whole_epoch),
-            moved: self.moved.clone(),
-        }
-    }
-
-    /// What the run is at after the last whole step: one that has begun to move parameters is
-    /// brought to its end, and reported by the next [`Trainer::advance`].
-    ///
-    /// # Errors
-    /// When that step fails; there is nothing whole to go on from then.
-    pub fn snapshot(&mut self) -> Result<Snapshot> {
-        self.fill()?;
-        self.settle()?;
-        Ok(self.whole_snapshot(false))
-    }
-
-    fn whole_snapshot(&mut self, is_last: bool) -> Snapshot {
-        let mut snapshot = Snapshot::new(self.identity(), self.cursor());
-        let mut at = 0;
-        while self.copy_parameter(&mut snapshot, at, is_last) {
-            at += 1;
-        }
-        snapshot
-    }
-
-    /// As [`Trainer::snapshot`], where the run ends before its time: the memory of its graphs and
-    /// gradients is given back first and the moments are given away, so that it takes hardly any
-    /// beside what was planned. What is left is to [`Trainer::finish`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn last_snapshot(&mut self) -> Result<Snapshot> {
-        self.fill()?;
-        self.settle()?;
-        self.gradients.release();
-        if let Work::Step(_) = &self.work {
-            // With its gradients.
-            self.work = Work::Next;
-        }
-        Ok(self.whole_snapshot(true))
-    }
-
-    /// True while some of what a snapshot holds is of the next step, and the rest is not.
-    fn is_halfway(&self) -> bool {
-        matches!(&self.work, Work::Step(step) if step.is_moving())
-    }
-
-    /// Brings such a step to its end.
-    fn settle(&mut self) -> Result<()> {
-        while self.is_halfway() {
-            if let Advance::Event(event) = self.go_on(&())? {
-                self.unreported.push_back(event);
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds a parameter to a snapshot, of the last one with the moments themselves; false when there
-    /// is none of this index.
-    fn copy_parameter(&mut self, snapshot: &mut Snapshot, at: usize, is_last: bool) -> bool {
-        let Some(name) = self.names.get(at) else { return false };
-        let moments = match is_last {
-            true => self.optimizer.moments.remove(name),
-            false => self.optimizer.moments.get(name).cloned(),
-        };
-        let best = self.best.as_ref().and_then(|b| b.values.get(at));
-        if let Some(values) = self.parameters.value_mut(name) {
-            snapshot.add(name, values, moments.unwrap_or_default(), best.map(Vec::as_slice));
-        }
-        true
-    }
-
-    /// Goes on from a snapshot of the same run, after [`Trainer::load`]. `any_family` also takes
-    /// one that was made with other kernels, after which bits are no longer the same.
-    ///
-    /// # Errors
-    /// When it is of another model, other settings or other data, by name.
-    pub fn restore(&mut self, snapshot: Snapshot, any_family: bool) -> Result<()> {
-        let (cursor, mut tensors) = snapshot.of(&self.identity(), any_family)?;
-        self.fill()?;
-        let moments = self.config.method.moments();
-        let mut best_values = Vec::new();
-        for name in &self.names {
-            let values = self.parameters.value_mut(name).unwrap_or(&mut []);
-            values.copy_from_slice(&tensors.take("value", name, values.len())?);
-            let len = values.len();
-            if cursor.steps > 0 {
-                let kept = (0..moments).map(|i| tensors.take(&format!("moment{i}"), name, len));
-                self.optimizer.moments.insert(name.clone(), kept.collect::<Result<_>>()?);
-            }
-            if cursor.best.is_some() && self.config.keeps_best() {
-                best_values.push(tensors.take("best", name, len)?);
-            }
-        }
-        self.optimizer.steps = cursor.steps;
-        self.first_step = cursor.first_step;
-        self.next = cursor.next;
-        self.epoch_loss = cursor.epoch_loss;
-        self.last_loss = cursor.last_loss;
-        let best = |(step, loss, since)| Best { step, loss, since, values: best_values };
-        self.best = cursor.best.map(best);
-        self.moved = cursor.moved;
-        self.unreported.clear();
-        let since = self.best.as_ref().map_or(0, |best| best.since);
-        self.work = match self.config.patience {
-            Some(patience) if since >= patience => Work::EarlyStop,
-            _ if cursor.due => Work::HeldOut(Box::new(HeldOut::new(false))),
-            _ => Work::Next,
-        };
-        Ok(())
     }
 
     /// Optimizer steps taken so far.
@@ -704,7 +586,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                     let Some(loss) = loss else { return Ok(Advance::Stopped) };
                     let whole_epoch = held_out.whole_epoch;
                     let loss = due.then_some(loss);
-                    return Ok(Advance::Event(self.evaluated(whole_epoch, loss)));
+                    if let Some(event) = self.evaluated(whole_epoch, loss) {
+                        return Ok(Advance::Event(event));
+                    }
+                }
+                Work::Keep(_) => {
+                    if let Some(event) = self.keep() {
+                        return Ok(Advance::Event(event));
+                    }
                 }
                 Work::Snapshot(..) => {
                     if let Some(event) = self.snapshotting() {
@@ -776,24 +665,12 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let every = self.checkpoint_every.unwrap_or(0);
         match every > 0 && self.steps() > 0 && self.steps().is_multiple_of(every) {
             true => {
-                // The evaluation that it comes after is still what is at work.
-                let cursor = Cursor { due: false, ..self.cursor() };
-                Work::Snapshot(Box::new(Snapshot::new(self.identity(), cursor)), 0)
+                // No evaluation is due any more: it would be what is at work.
+                self.work = Work::Next;
+                Work::Snapshot(Box::new(self.new_snapshot()), At::default())
             }
             false => Work::Next,
         }
-    }
-
-    /// Copies the next parameter; the event when it was the last.
-    fn snapshotting(&mut self) -> Option<Event> {
-        let Work::Snapshot(mut snapshot, at) = std::mem::replace(&mut self.work, Work::Next) else {
-            return None;
-        };
-        if self.copy_parameter(&mut snapshot, at, false) {
-            self.work = Work::Snapshot(snapshot, at + 1);
-            return None;
-        }
-        Some(Event::Checkpoint(snapshot))
     }
 
     fn stepped(&mut self, stepped: Stepped) -> Event {
@@ -805,8 +682,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         Event::Step { step: self.steps(), epoch, loss, grad_norm: norm, lr, rows }
     }
 
-    /// Takes note of an evaluation, after which `work` is what comes next.
-    fn evaluated(&mut self, whole_epoch: bool, held_out: Option<f64>) -> Event {
+    /// Takes note of an evaluation; what there is to report, unless it is the best so far, whose
+    /// parameters are copied first.
+    fn evaluated(&mut self, whole_epoch: bool, held_out: Option<f64>) -> Option<Event> {
         let first = self.next == (0, 0);
         let step = self.steps();
         let event = match (whole_epoch, held_out) {
@@ -817,35 +695,59 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 Event::Epoch { epoch: self.next.0 as u64, loss: loss / weight, held_out }
             }
         };
-        let enough = held_out.is_some_and(|loss| !first && self.note(step, loss));
-        self.work = match (enough, whole_epoch) {
-            (true, _) => Work::EarlyStop,
-            (false, true) => Work::Next,
-            (false, false) => self.after_evaluation(),
+        let counts = held_out.filter(|_| !first && self.config.keeps_best());
+        let mut enough = false;
+        match (counts, &mut self.best) {
+            (None, _) => {}
+            (Some(loss), Some(best)) if best.loss <= loss => {
+                best.since += 1;
+                enough = self.config.patience.is_some_and(|patience| best.since >= patience);
+            }
+            (Some(loss), best) => {
+                // Written over in place: the memory is in the plan once.
+                let mut values = best.take().map_or_else(Vec::new, |best| best.values);
+                values.resize(self.names.len(), Vec::new());
+                let best = Best { step, loss, since: 0, values };
+                let keep = Keep { best, at: At::default(), event, whole_epoch };
+                self.work = Work::Keep(Box::new(keep));
+                return None;
+            }
+        }
+        self.work = match enough {
+            true => Work::EarlyStop,
+            false => self.after(whole_epoch),
         };
-        event
+        Some(event)
     }
 
-    /// Whether this evaluation was one too many without a new best.
-    fn note(&mut self, step: u64, loss: f64) -> bool {
-        if !self.config.keeps_best() {
-            return false;
-        }
-        if let Some(best) = &mut self.best
-            && best.loss <= loss
+    /// The work that comes after an evaluation.
+    fn after(&mut self, whole_epoch: bool) -> Work {
+        if whole_epoch { Work::Next } else { self.after_evaluation() }
+    }
+
+    /// Copies the next piece of the best parameters; the event when it was the last.
+    fn keep(&mut self) -> Option<Event> {
+        let Work::Keep(mut keep) = std::mem::replace(&mut self.work, Work::Next) else {
+            return None;
+        };
+        let at = keep.at;
+        if let (Some(name), Some(to)) = (self.names.get(at.list), keep.best.values.get_mut(at.list))
         {
-            best.since += 1;
-            return self.config.patience.is_some_and(|patience| best.since >= patience);
+            let values = self.parameters.value_mut(name).unwrap_or(&mut []);
+            if to.len() != values.len() {
+                *to = vec![0.0; values.len()];
+            }
+            let range = at.piece(values.len());
+            let of = values.get(range.clone()).unwrap_or(&[]);
+            to.get_mut(range).unwrap_or(&mut []).copy_from_slice(of);
+            keep.at = at.after(values.len());
+            self.work = Work::Keep(keep);
+            return None;
         }
-        // Written over in place: the memory is in the plan once.
-        let mut values = self.best.take().map_or_else(Vec::new, |best| best.values);
-        values.resize(self.names.len(), Vec::new());
-        for (kept, name) in values.iter_mut().zip(&self.names) {
-            kept.clear();
-            kept.extend_from_slice(self.parameters.value_mut(name).unwrap_or(&mut []));
-        }
-        self.best = Some(Best { step, loss, since: 0, values });
-        false
+        let Keep { best, event, whole_epoch, .. } = *keep;
+        self.best = Some(best);
+        self.work = self.after(whole_epoch);
+        Some(event)
     }
 
     /// One optimizer step over windows: their loss is the weighted mean over all their tokens,
@@ -890,31 +792,6 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 }
             }
         }
-    }
-
-    /// The adapter of a run that failed, as it was when it was last known to be good, and the step
-    /// it is of: as the last whole step left it or, where a number was not finite, as it is in the
-    /// last checkpoint before that step, if there is one. `None` where no step was taken or no
-    /// adapter is trained.
-    ///
-    /// # Errors
-    /// When a checkpoint is not of this run.
-    pub fn last_good(
-        &mut self,
-        checkpoints: Option<&Checkpoints>,
-        not_finite: bool,
-    ) -> Result<Option<(&Adapter, u64)>> {
-        // What the last step came to is what gave such a number. One that broke while it moved
-        // parameters has left some of them as they were.
-        let halfway = self.is_halfway();
-        let earlier = checkpoints.filter(|_| not_finite || halfway);
-        match earlier.and_then(|all| all.before(self.steps())) {
-            Some(snapshot) => self.restore(snapshot, true)?,
-            None if halfway => return Ok(None),
-            None => {}
-        }
-        let steps = self.steps();
-        Ok(self.parameters.adapter.as_ref().filter(|_| steps > 0).map(|adapter| (adapter, steps)))
     }
 
     /// Whether every target has moved, and every expert of one that a token with loss chose; true

@@ -342,21 +342,33 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         Ok(())
     }
 
-    /// The gradient of parameter `index` by a run that has come to its end; false where it is zero
-    /// since nothing of the run depends on the parameter.
-    pub(super) fn gradient_of(&self, run: &Run, index: usize, to: &mut Vec<f32>) -> Result<bool> {
+    /// How many numbers the gradient of parameter `index` has by a run that has come to its end;
+    /// `None` where it is zero since nothing of the run depends on the parameter.
+    pub(super) fn gradient_len_of(&self, run: &Run, index: usize) -> Result<Option<usize>> {
         let built = self.built(run)?;
-        to.clear();
-        let missing = || Error::Stopped(format!("a pass has no gradient {index}"));
-        let name = built.names.get(index).ok_or_else(missing)?;
         let at = built.find(Output::Gradient(index));
-        let Some((at, slot)) = at.and_then(|at| Some((at, built.placed.outputs().nth(at)?))) else {
-            return if built.kind.labelled == 0 { Ok(false) } else { Err(missing()) };
-        };
-        to.resize(slot.shape.elements(), 0.0);
-        built.placed.read(&self.workspace, at, bytemuck::cast_slice_mut(to))?;
+        match at.and_then(|at| built.placed.outputs().nth(at)) {
+            Some(slot) => Ok(Some(slot.shape.elements())),
+            None if built.kind.labelled == 0 => Ok(None),
+            None => Err(no_gradient(index)),
+        }
+    }
+
+    /// That gradient from the number `from` on, as much as `to` takes.
+    pub(super) fn gradient_of(
+        &self,
+        run: &Run,
+        index: usize,
+        from: usize,
+        to: &mut [f32],
+    ) -> Result<()> {
+        let built = self.built(run)?;
+        let at = built.find(Output::Gradient(index)).ok_or_else(|| no_gradient(index))?;
+        let bytes = bytemuck::cast_slice_mut(to);
+        built.placed.read_part(&self.workspace, at, from * size_of::<f32>(), bytes)?;
+        let name = built.names.get(index).ok_or_else(|| no_gradient(index))?;
         match to.iter().all(|g| g.is_finite()) {
-            true => Ok(true),
+            true => Ok(()),
             false => Err(Error::NotFinite(format!("the gradient of `{name}` is not finite"))),
         }
     }
@@ -415,6 +427,10 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     pub(super) fn built(&self, run: &Run) -> Result<&Built> {
         self.built.get(run.built).ok_or_else(|| Error::Stopped("a plan went missing".into()))
     }
+}
+
+fn no_gradient(index: usize) -> Error {
+    Error::Stopped(format!("a pass has no gradient {index}"))
 }
 
 /// The losses of pieces of rows, each with its rows' weights.

@@ -3,11 +3,7 @@
 use graph::Leaf;
 
 use super::graphs::Kind;
-use crate::{Error, Result};
-
-/// Bytes that are copied, added or cleared before somebody is asked whether to stop: a fraction
-/// of a millisecond.
-pub(super) const PIECE: usize = 1 << 20;
+use crate::{Error, Result, piece};
 
 /// Something that a chunk computes and later chunks read.
 #[derive(Clone, PartialEq, Debug)]
@@ -76,7 +72,7 @@ impl Memory {
         if extent == Extent::default() {
             return 0;
         }
-        let mut bytes = self.most_elements() * 4 + PIECE;
+        let mut bytes = self.most_elements() * 4 + piece::BYTES;
         for part in &self.parts {
             bytes = bytes.saturating_add(match (part.is_state, part.moves) {
                 (true, moves) => part.elements * 4 * (1 + usize::from(moves)),
@@ -191,7 +187,7 @@ impl Memory {
         self.slots =
             (0..slots).map(|_| states(self)).collect::<std::result::Result<_, _>>().map_err(out)?;
         self.zeros = zeros(self.most_elements()).map_err(out)?;
-        self.buffer = zeros(PIECE / 4).map_err(out)?;
+        self.buffer = zeros(piece::NUMBERS).map_err(out)?;
         self.taken = self.extent;
         Ok(())
     }

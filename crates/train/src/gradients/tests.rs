@@ -61,11 +61,11 @@ fn error_of(
     order.sort_by_key(|&i| &names[i]);
     loop {
         assert!(walked.advance(&mut pass, parameters, &()).unwrap());
-        let mut gradient = Vec::new();
         for (sum, &i) in sums.iter_mut().zip(&order) {
-            if walked.gradient(&pass, i, &mut gradient).unwrap() {
-                sum.iter_mut().zip(&gradient).for_each(|(a, b)| *a += b);
-            }
+            let Some(len) = walked.gradient_len(&pass, i).unwrap() else { continue };
+            let mut gradient = vec![0.0; len];
+            walked.gradient(&pass, i, 0, &mut gradient).unwrap();
+            sum.iter_mut().zip(&gradient).for_each(|(a, b)| *a += b);
         }
         if !pass.goes_on() {
             break;

@@ -12,9 +12,8 @@ use graph::Stop;
 use model::Model;
 
 use super::graphs::{Inputs, Kind, Output, Run};
-use super::memory::PIECE;
 use super::{Goal, Gradients, Parameters, check_loss, lay_out, weigh};
-use crate::{Error, Example, Result, Window};
+use crate::{Error, Example, Result, Window, piece};
 
 /// The fewest rows with loss that a chunk's head is built for, if it has that many.
 const LEAST_LABELLED: usize = 64;
@@ -389,7 +388,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             (true, true) => of.elements,
             (true, false) => of.elements * (chunks - 1),
         };
-        let to = end.min(at + PIECE / 4);
+        let to = end.min(at + piece::NUMBERS);
         let (sent, _) = self.memory.sent_mut(part)?;
         sent.get_mut(at.min(to)..to).ok_or_else(lost)?.fill(0.0);
         Ok(Some(if to < end { (part, to) } else { (part + 1, 0) }))
@@ -413,7 +412,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         };
         let built = self.built.get(run.built).ok_or_else(lost)?;
         let output = built.find(Output::Kept(part)).ok_or_else(lost)?;
-        let end = to.len().min(at + PIECE);
+        let end = to.len().min(at + piece::BYTES);
         let piece = to.get_mut(at..end).ok_or_else(lost)?;
         built.placed.read_part(&self.workspace, output, at, piece)?;
         Ok(Some(if end < to.len() { (part, end) } else { (part + 1, 0) }))
@@ -445,7 +444,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             false => (first.max(from), chunk * elements),
         };
         let at = at.max(start);
-        let to = end.min(at + PIECE / 4);
+        let to = end.min(at + piece::NUMBERS);
         let (sent, buffer) = self.memory.sent_mut(part)?;
         let sent = sent.get_mut(at..to).ok_or_else(lost)?;
         let piece = buffer.get_mut(..sent.len()).ok_or_else(lost)?;
