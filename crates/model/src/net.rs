@@ -469,7 +469,8 @@ impl<'a> Net<'a> {
     /// are summed in order of rank: `[T, K]`.
     ///
     /// As llama.cpp's `build_moe_ffn`, the sum is at least 2^-14; where it is clamped, no
-    /// gradient passes through it.
+    /// gradient passes through it. One expert alone weighs 1, whatever its share: its router has no
+    /// gradient.
     ///
     /// # Errors
     /// When a tensor is missing or of another shape.
@@ -482,16 +483,21 @@ impl<'a> Net<'a> {
         let graph = &mut self.graph;
         let shares = graph.softmax(logits, &node("probs"))?;
         let ids = graph.top_k(shares, used, &node("topk"))?;
-        let chosen = graph.take(shares, ids, &node("weights"))?;
-        let sum = Op::Sum { dims: 1 << 1 };
-        let sum = graph.push(sum, &[chosen], &node("weights_sum"))?;
-        let clamp = Op::Clamp { min: LEAST_SUM.into(), max: f32::INFINITY.into() };
-        let sum = graph.push(clamp, &[sum], &node("weights_sum_clamped"))?;
-        let div = Op::Binary(graph::Binary::Div);
-        let mut weights = graph.push(div, &[chosen, sum], &node("weights_norm"))?;
-        if scale != 1.0 {
-            weights = graph.affine(weights, scale, 0.0)?;
-        }
+        let rows = graph.node(x).shape.dim(0);
+        let weights = if used == 1 && count as f32 * LEAST_SUM < 0.5 {
+            // A share by itself, bit for bit. No gradient leads through it, which the graph now says
+            // where a router is to be trained.
+            graph.fill(scale, Shape::new(&[rows, 1])?)?
+        } else {
+            let chosen = graph.take(shares, ids, &node("weights"))?;
+            let sum = Op::Sum { dims: 1 << 1 };
+            let sum = graph.push(sum, &[chosen], &node("weights_sum"))?;
+            let clamp = Op::Clamp { min: LEAST_SUM.into(), max: f32::INFINITY.into() };
+            let sum = graph.push(clamp, &[sum], &node("weights_sum_clamped"))?;
+            let div = Op::Binary(graph::Binary::Div);
+            let weights = graph.push(div, &[chosen, sum], &node("weights_norm"))?;
+            if scale == 1.0 { weights } else { graph.affine(weights, scale, 0.0)? }
+        };
         let shape = graph.node(x).shape;
         let rows = graph.reshape(x, &[shape.dim(0), 1, shape.cols()])?;
         let gate = self.linear_experts(rows, ids, &format!("{name}_gate_exps"), count, width)?;

@@ -175,3 +175,20 @@ fn one_expert_is_the_dense_model() {
         assert!(common::cold(&one, &tokens, None) == common::cold(&dense, &tokens, None));
     }
 }
+
+/// Where one expert is chosen it weighs 1 however sure the router is of it.
+#[test]
+fn one_expert_alone_weighs_1() {
+    let toy = Toy { experts_used: 1, ..Toy::new("qwen3moe", TensorType::F32, 5) };
+    let tokens: Vec<u32> = (0..20).map(|i| i * 13 % 320).collect();
+    let hidden = |factor: f32| {
+        let sure = |name: &str, values: &mut [f32]| {
+            if name.contains("ffn_gate_inp") {
+                values.iter_mut().for_each(|v| *v *= factor);
+            }
+        };
+        layers(&load(edited(&toy, sure), 2), &tokens).0
+    };
+    assert!(hidden(1.0) == hidden(4.0) && hidden(1.0) == hidden(0.25));
+    assert!(hidden(1.0) != hidden(-1.0), "another expert is chosen");
+}

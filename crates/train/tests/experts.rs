@@ -10,7 +10,10 @@ use graph::DType;
 use model::toy::Toy;
 use model::{Adapter, Model};
 use testkit::Random;
-use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window, select_targets};
+use train::{
+    Example, Gradients, GraphConfig, Measured, Parameters, TrainConfig, Trainer, Window,
+    select_targets,
+};
 
 const USED: usize = 3;
 
@@ -120,4 +123,27 @@ fn so_it_is_with_the_experts_themselves() {
     assert!(chosen.iter().any(|&g| g != 0.0));
     let size = |g: &[f32]| g.iter().map(|g| g.abs()).fold(0.0, f32::max);
     assert!(size(others) < 1e-6 * size(chosen), "{} of {}", size(others), size(chosen));
+}
+
+/// The one share that is chosen is divided by itself: a router learns nothing from it, whatever the
+/// loss. That is known before a run begins, and changes nothing of what is served.
+#[test]
+fn a_router_that_chooses_one_expert_is_refused_by_name_before_the_run() {
+    let toy = Toy { experts_used: 1, ..toy() };
+    let model = load(toy.gguf().unwrap());
+    let trainer = |targets: &str| {
+        let targets = select_targets(&model, &[targets.into()]).unwrap();
+        let graph = GraphConfig { rows: 16, ..GraphConfig::default() };
+        Trainer::new(&model, TrainConfig { targets, graph, ..TrainConfig::default() }).map(drop)
+    };
+    trainer("experts").unwrap();
+    for targets in ["router", "all"] {
+        let why = trainer(targets).unwrap_err().to_string();
+        assert_eq!(
+            why,
+            "TopK at node `blk.0.ffn_moe_topk`, operand 0 (`blk.0.ffn_moe_probs`, f32): the result \
+             is indices: they do not change smoothly; nothing else of the loss depends on \
+             `blk.0.ffn_gate_inp.weight`: leave it out"
+        );
+    }
 }

@@ -211,7 +211,24 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             of.extend(leaf.map(|leaf| (Output::Sent(p), leaf)));
         }
         let wrt: Vec<NodeId> = of.iter().map(|o| o.1).collect();
-        let backward = graph::vjp(graph, &cotangents, &wrt)?;
+        let backward = graph::vjp(graph, &cotangents, &wrt).map_err(|e| {
+            let cut = of.iter().find(|(_, leaf)| !flag(&reached, *leaf));
+            match (cut, e) {
+                (Some(&(Output::Gradient(i), leaf)), graph::Error::Refusal(mut refusal))
+                    if matches!(
+                        graph::vjp(graph, &cotangents, &[leaf]),
+                        Err(graph::Error::Refusal(of_leaf)) if of_leaf == refusal
+                    ) =>
+                {
+                    let name = names.get(i).map_or("", |name| tensor_of(name));
+                    let why =
+                        format!("; nothing else of the loss depends on `{name}`: leave it out");
+                    refusal.reason += &why;
+                    graph::Error::Refusal(refusal)
+                }
+                (_, e) => e,
+            }
+        })?;
         *graph = backward.graph;
         let within = self.within_horizon(earlier);
         let mut outputs = Vec::new();
@@ -427,6 +444,12 @@ impl<M: Deref<Target = Model>> Gradients<M> {
     pub(super) fn built(&self, run: &Run) -> Result<&Built> {
         self.built.get(run.built).ok_or_else(|| Error::Stopped("a plan went missing".into()))
     }
+}
+
+/// The tensor that a parameter is, or adapts.
+fn tensor_of(name: &str) -> &str {
+    let target = name.strip_prefix("0:").and_then(|rest| rest.rsplit_once('.'));
+    target.map_or(name, |(target, _)| target)
 }
 
 fn no_gradient(index: usize) -> Error {
