@@ -1,6 +1,6 @@
 //! Files that are written beside their place and take it when they are whole.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -9,6 +9,9 @@ use crate::lock::Lock;
 
 /// More links than this, one after the other, are taken for a ring, as Linux does.
 const MOST_LINKS: usize = 40;
+
+/// Bytes of a name that leave room for what is put before and behind it.
+const LONG: usize = 200;
 
 /// Where a file that is given by `path` lies, or would: what a link points to, though that may not
 /// be there yet.
@@ -210,9 +213,20 @@ pub fn try_folder(folder: &Path) -> io::Result<()> {
 /// What a file is called until it has its name.
 fn temporary(place: &Path) -> PathBuf {
     let mut name = OsString::from(".");
-    name.push(place.file_name().unwrap_or_default());
+    name.push(short(place.file_name().unwrap_or_default()));
     name.push(".tmp");
     place.with_file_name(name)
+}
+
+/// What names of files beside one are made of: its own name, and of one that is so long that nothing
+/// more fits in what file systems allow (255 bytes) a hash: FNV-1a (Fowler, Noll & Vo).
+pub fn short(name: &OsStr) -> OsString {
+    let bytes = name.as_encoded_bytes();
+    if bytes.len() <= LONG {
+        return name.to_os_string();
+    }
+    let add = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    format!("{:016x}", bytes.iter().fold(0xcbf2_9ce4_8422_2325, add)).into()
 }
 
 /// The folder that a file is in.
@@ -310,6 +324,23 @@ pub(crate) mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"first");
         write(&path, b"second").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"second");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_name_may_be_as_long_as_the_file_system_has_it() {
+        let folder = folder("long");
+        for (first, len) in [("a", 255), ("b", 255), ("a", 201), ("a", 200)] {
+            let path = folder.join(first.repeat(len));
+            write(&path, b"one").unwrap();
+            let held = Replacement::create(&path).unwrap();
+            assert_eq!(Replacement::create(&path).unwrap_err().kind(), ErrorKind::ResourceBusy);
+            // Other long names have other temporary ones.
+            write(&folder.join(format!("{}b", "a".repeat(254))), b"two").unwrap();
+            drop(held);
+            assert_eq!(fs::read(&path).unwrap(), b"one");
+        }
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 5, "something is left");
         fs::remove_dir_all(&folder).unwrap();
     }
 

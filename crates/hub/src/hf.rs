@@ -387,8 +387,10 @@ impl Hub {
         let parent = target.parent().unwrap_or(folder);
         // Known by its hash: what another version left is not continued.
         let short = expected.get(..16).unwrap_or_default();
-        let partial = parent.join(format!(".{}.{short}.part", base_name(&file.path)));
-        remove_others(&partial, &format!(".{}.", base_name(&file.path)));
+        let name_of = files::short(base_name(&file.path).as_ref());
+        let prefix = format!(".{}.", name_of.display());
+        let partial = parent.join(format!("{prefix}{short}.part"));
+        remove_others(&partial, &prefix);
         let total = file.bytes;
         let check = |path: &Path, progress: &mut dyn FnMut(Progress)| {
             sha256(path, &mut |done| progress(Progress::Verifying { done, total }))

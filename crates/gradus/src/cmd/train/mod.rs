@@ -138,11 +138,8 @@ pub struct KeepingArgs {
 
 impl KeepingArgs {
     fn of(&self, out: &Path) -> Keeping {
-        let folder = self.checkpoints.clone().unwrap_or_else(|| {
-            let mut name = out.as_os_str().to_os_string();
-            name.push(".checkpoints");
-            PathBuf::from(name)
-        });
+        let folder =
+            self.checkpoints.clone().unwrap_or_else(|| outputs::beside(out, ".checkpoints"));
         Keeping {
             checkpoints: Checkpoints::new(folder, self.keep),
             resume: self.resume,
@@ -194,9 +191,10 @@ impl Args {
             outputs::check(&others, &inputs).is_ok() && Adapter::check_out(path).is_ok()
         };
         let last_good = |out: &PathBuf| {
+            let stem = out.with_extension("");
             let name = |i: usize| match i {
-                1 => out.with_extension("last-good.gguf"),
-                _ => out.with_extension(format!("last-good-{i}.gguf")),
+                1 => outputs::beside(&stem, ".last-good.gguf"),
+                _ => outputs::beside(&stem, &format!(".last-good-{i}.gguf")),
             };
             (1..100).map(name).find(free)
         };
@@ -344,10 +342,14 @@ pub fn run(args: &Args) -> Result<()> {
 /// Writes what a run made; where that fails, to the folder for temporary files: hours went into it.
 fn write(out: &Path, what: &str, write: &mut dyn FnMut(&Path) -> Result<()>) -> Result<()> {
     let Err(e) = write(out) else { return Ok(()) };
-    let name = out.file_name().unwrap_or_default().to_string_lossy();
-    let instead = std::env::temp_dir().join(format!("gradus-{}-{name}", std::process::id()));
-    Err(match write(&instead) {
-        Ok(()) => e.with(format!("the {what} is in {} instead", instead.display())),
+    let saved = outputs::new_file(&std::env::temp_dir(), out).and_then(|instead| {
+        write(&instead).map(|()| instead.clone()).inspect_err(|_| {
+            // It is empty still.
+            let _ = std::fs::remove_file(&instead);
+        })
+    });
+    Err(match saved {
+        Ok(instead) => e.with(format!("the {what} is in {} instead", instead.display())),
         Err(also) => e.with(also.message()),
     })
 }
