@@ -32,5 +32,5 @@ pub use job::{DataReport, JobPlan, LearnJob, Learned, Pacing, TrainJob};
 pub use metrics::{Metric, MetricKind};
 pub use registry::{MOST_ALIASES, Served};
 pub use server::{Options, Server};
-pub use status::{EpochStatus, Failure, State, TrainStatus};
+pub use status::{EpochStatus, Failure, State, TrainStatus, WeightStatus};
 pub use turn::{Ask, Done, Said, Turn};

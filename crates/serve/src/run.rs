@@ -17,7 +17,7 @@ use crate::record::{JobRecord, Plan};
 use crate::registry::Shadow;
 use crate::request;
 use crate::server::{Server, lock};
-use crate::status::{EpochStatus, Failure, State};
+use crate::status::{EpochStatus, Failure, State, WeightStatus};
 use crate::{Durable, Error, JobPlan, LearnJob, Learned, Pacing, Result, TrainJob, TrainStatus};
 
 type Shared = Trainer<Arc<Model>>;
@@ -676,13 +676,15 @@ impl Server {
                     let outcome = finished(trainer, end)?;
                     let (moved, unrouted) = (outcome.moved, outcome.unrouted.clone());
                     if job.config.targets.is_empty() {
-                        train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
+                        let written =
+                            train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
                         durable.into_iter().for_each(Durable::end);
                         record.done(moved);
                         self.ended(|status| {
                             status.state = State::Done;
                             (status.moved, status.unrouted) = (Some(moved), unrouted);
                             status.model = Some(job.out.display().to_string());
+                            status.weights = written.into_iter().map(WeightStatus::from).collect();
                         });
                         self.0.counters.jobs_done.add(1);
                         return Ok(());

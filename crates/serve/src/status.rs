@@ -77,6 +77,30 @@ impl From<&Error> for Failure {
     }
 }
 
+/// One of the model's own tensors that were trained, as it is in the new file.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct WeightStatus {
+    /// Its name.
+    pub name: String,
+    /// Its type in the model.
+    pub model_type: &'static str,
+    /// Its type in the file: f32 where rounding to the model's would take back most of what
+    /// training moved.
+    #[serde(rename = "type")]
+    pub file_type: &'static str,
+    /// Entries that training has moved.
+    pub moved: u64,
+    /// Those of them that are others than before when they are rounded to the model's type.
+    pub kept: u64,
+}
+
+impl From<train::WrittenTensor> for WeightStatus {
+    fn from(tensor: train::WrittenTensor) -> WeightStatus {
+        let train::WrittenTensor { name, from, to, moved, kept } = tensor;
+        WeightStatus { name, model_type: from.name(), file_type: to.name(), moved, kept }
+    }
+}
+
 /// Everything that is known of the training run, while it runs and after.
 ///
 /// Times are in milliseconds, rates in tokens per second. A *window* is a packed window of the
@@ -173,6 +197,8 @@ pub struct TrainStatus {
     pub adapter: Option<String>,
     /// The model's new file, at the end of a run that trained its own weights. It is not served.
     pub model: Option<String>,
+    /// Its tensors that were trained.
+    pub weights: Vec<WeightStatus>,
     /// The alias it is served under, and its generation, at the end.
     pub alias: Option<String>,
     /// See `alias`.

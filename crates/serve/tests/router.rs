@@ -53,6 +53,8 @@ fn every_weight_of_a_float_mixture_trains_into_a_new_file_of_the_model() {
     let status = wait(&server, State::Done);
     assert!(status.epochs[2].train_loss < status.epochs[0].train_loss, "{:?}", status.epochs);
     assert_eq!((status.adapter, status.model), (None, Some(job.out.display().to_string())));
+    assert_eq!(status.weights.len(), model.weights().iter().count());
+    assert!(status.weights.iter().all(|w| w.file_type == w.model_type && w.moved > 0));
     let said = answer(turn).text;
     // The model that is served has not moved; the new one says something else.
     assert_eq!(answer(server.ask(ask(1, 30)).unwrap()).text, said);
@@ -65,4 +67,31 @@ fn every_weight_of_a_float_mixture_trains_into_a_new_file_of_the_model() {
     assert_ne!(answer(server.ask(ask(1, 30)).unwrap()).text, said);
     server.stop(Duration::ZERO);
     assert!(path.exists());
+}
+
+/// As `gradus train` says it: a job that only a log knows about is told from its status alone.
+#[test]
+fn what_rounding_would_take_back_is_written_in_f32_and_said() {
+    let toy = Fixture::moe(TensorType::BF16);
+    let (_, model) = toy.written();
+    let server = toy.server_on(model.clone(), Options::default());
+    let mut job = toy.job("small", Pacing::Never);
+    job.config.targets = Vec::new();
+    job.config.weights = select_weights(&model, &["blk.1.".into()]).unwrap();
+    job.config.lr = 1e-6;
+    server.train(job).unwrap();
+    let status = wait(&server, State::Done);
+    server.stop(Duration::ZERO);
+    let of = |ty: &str| status.weights.iter().filter(|w| w.model_type == ty).collect::<Vec<_>>();
+    let rounded = of("BF16");
+    assert!(!rounded.is_empty() && of("F32").len() + rounded.len() == status.weights.len());
+    for w in rounded {
+        assert!(w.file_type == "F32" && 2 * w.kept < w.moved, "{w:?}");
+    }
+    let json = serde_json::to_value(&status).unwrap();
+    let first = &json["weights"][0];
+    assert_eq!(
+        (&first["type"], &first["name"]),
+        (&"F32".into(), &status.weights[0].name.clone().into())
+    );
 }

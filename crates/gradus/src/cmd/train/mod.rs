@@ -443,6 +443,7 @@ fn report(args: &Args, ran: &Ran, written: &[WrittenTensor]) -> Result<()> {
             "unrouted": ran.outcome.unrouted,
             "weights": written.iter().map(|t| json!({
                 "name": t.name,
+                "model_type": t.from.name(),
                 "type": t.to.name(),
                 "moved": t.moved,
                 "kept": t.kept,
