@@ -47,11 +47,10 @@ impl<'j> Setup<'j> {
     }
 }
 
-/// What a job starts from: an adapter's optimizer begins anew.
-fn start_of(job: &TrainJob) -> Start {
+/// What a job starts from: the optimizer of `from`, the adapter it goes on with, begins anew.
+fn start_of(job: &TrainJob, from: Option<Adapter>) -> Start {
     let TrainConfig { method, weight_decay, .. } = job.config;
-    let fresh = || Optimizer::new(method, weight_decay);
-    let from = job.from.clone().map(|adapter| (adapter, fresh()));
+    let from = from.map(|adapter| (adapter, Optimizer::new(method, weight_decay)));
     Start { from, fallback: job.fallback.clone() }
 }
 
@@ -170,13 +169,16 @@ impl Server {
     }
 
     /// As [`Server::train`], for a job that has its place. Gives the step it begins at.
-    pub(crate) fn start_run(&self, job: TrainJob, control: Arc<Control>) -> Result<u64> {
+    pub(crate) fn start_run(&self, mut job: TrainJob, control: Arc<Control>) -> Result<u64> {
         *lock(&self.0.status) = TrainStatus::starting(&job, self.0.model.geometry().layers);
+        let from = job.from.take();
         let (reply, begun) = channel();
         let server = self.clone();
         self.work(move || {
-            let (progress, mut record, step) = match guarded(|| server.begin(&job, control.clone()))
-            {
+            // The run moves it; a job that kept it too would hold it twice.
+            let start = start_of(&job, from);
+            let begun = guarded(|| server.begin(&job, start, control.clone()));
+            let (progress, mut record, step) = match begun {
                 Ok(begun) => begun,
                 Err(e) => {
                     server.failed(&e);
@@ -209,9 +211,10 @@ impl Server {
     fn begin(
         &self,
         job: &TrainJob,
+        start: Start,
         control: Arc<Control>,
     ) -> Result<(Receiver<Progress>, JobRecord, u64)> {
-        let prepared = self.set_up(&Setup::of(job), start_of(job))?;
+        let prepared = self.set_up(&Setup::of(job), start)?;
         let planned = prepared.planned();
         let Prepared { mut trainer, steps, .. } = prepared;
         if let Some(durable) = &job.durable {
@@ -468,7 +471,7 @@ impl Server {
     /// The refusal, or what is wrong with the data.
     pub fn plan(&self, job: &TrainJob) -> Result<JobPlan> {
         let setup = Setup::of(job);
-        let mut prepared = self.prepare(&setup, start_of(job))?;
+        let mut prepared = self.prepare(&setup, start_of(job, job.from.clone()))?;
         let instead = match prepared.too_much() {
             Some(allowed) => {
                 let room = allowed.saturating_sub(prepared.data);
@@ -510,13 +513,12 @@ impl Server {
     }
 
     /// Differentiates and plans; with recomputation where that alone makes it fit.
-    fn prepare(&self, setup: &Setup<'_>, start: Start) -> Result<Prepared> {
+    fn prepare(&self, setup: &Setup<'_>, mut start: Start) -> Result<Prepared> {
         if setup.examples.is_empty() {
             return Err(Error::new(Code::BadData, "there are no examples to learn from"));
         }
         let mut config = setup.config.clone();
         loop {
-            let start = Start { from: start.from.clone(), fallback: start.fallback.clone() };
             let mut trainer = Trainer::start(self.0.model.clone(), config.clone(), start)?;
             if setup.measure_first {
                 trainer.measure_first();
@@ -538,6 +540,7 @@ impl Server {
                 return Ok(prepared);
             }
             config.graph.recompute = Recompute::PerLayer;
+            start = prepared.trainer.into_start();
         }
     }
 

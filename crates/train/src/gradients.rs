@@ -212,6 +212,11 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         self
     }
 
+    /// That device, if any.
+    pub(crate) fn into_fallback(self) -> Option<Arc<dyn Device>> {
+        self.fallback.map(|(device, _)| device)
+    }
+
     pub(crate) fn model(&self) -> &Model {
         &self.model
     }

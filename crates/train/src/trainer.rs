@@ -338,6 +338,15 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         Ok(cost)
     }
 
+    /// What a run that has not begun started from, so that another can, with other settings.
+    pub fn into_start(self) -> Start {
+        let from = self.parameters.adapter.filter(|_| !self.draws);
+        Start {
+            from: from.map(|adapter| (adapter, self.optimizer)),
+            fallback: self.gradients.into_fallback(),
+        }
+    }
+
     /// The settings.
     pub fn config(&self) -> &TrainConfig {
         &self.config

@@ -11,8 +11,8 @@ use model::toy::Toy;
 use model::{Adapter, Model};
 use testkit::{Random, relative_l2};
 use train::{
-    Event, Example, Gradients, GraphConfig, Outcome, Parameters, TrainConfig, Trainer, Window,
-    select_targets, select_weights,
+    Event, Example, Gradients, GraphConfig, Optimizer, Outcome, Parameters, Start, TrainConfig,
+    Trainer, Window, select_targets, select_weights,
 };
 
 /// A toy in a file, from which a run reads the tensors that it trains.
@@ -164,4 +164,24 @@ fn f29_gradients_do_not_depend_on_what_else_is_asked_for() {
             assert!(error < 2e-5, "{arch}, {name}: {error:e}");
         }
     }
+}
+
+/// Settings that do not fit are planned again from the same adapter, which is there once.
+#[test]
+fn a_run_that_is_only_planned_gives_back_what_it_started_from() {
+    let model = toy("planned", "llama", TensorType::Q8_0, cpu());
+    let targets = select_targets(&model, &["attn_q".into()]).unwrap();
+    let ranks = targets.iter().map(|target| (target.as_str(), 2));
+    let adapter = Adapter::fresh(&model, ranks, 4.0, 1).unwrap();
+    let config = TrainConfig { targets, rank: 2, alpha: 4.0, ..TrainConfig::default() };
+    let values =
+        |adapter: &Adapter| adapter.tensors.values().map(|p| p.a.as_ptr()).collect::<Vec<_>>();
+    let (at, same) = (values(&adapter), adapter.clone());
+    let optimizer = Optimizer::new(config.method, config.weight_decay);
+    let start = Start { from: Some((adapter, optimizer.clone())), fallback: None };
+    let mut trainer = Trainer::start(&model, config.clone(), start).unwrap();
+    trainer.load(vec![example(1, 30)], Vec::new()).unwrap();
+    let (adapter, kept) = trainer.into_start().from.unwrap();
+    assert!(values(&adapter) == at && adapter == same && kept == optimizer);
+    assert!(Trainer::new(&model, config).unwrap().into_start().from.is_none());
 }

@@ -155,12 +155,10 @@ impl<'a> Session<'a> {
         let there = self.model.device().available().map(|n| n as u64);
         let allowed = self.budget.into_iter().chain(there).min();
         let mut config = self.config;
+        let fresh = Optimizer::new(config.method, config.weight_decay);
+        let from = self.from.map(|adapter| (adapter, fresh));
+        let mut start = Start { from, fallback: None };
         loop {
-            let from = self
-                .from
-                .clone()
-                .map(|adapter| (adapter, Optimizer::new(config.method, config.weight_decay)));
-            let start = Start { from, fallback: None };
             let mut trainer = Trainer::start(self.model, config.clone(), start)?;
             if let Some(every) = self.checkpoint_every {
                 trainer.checkpoint_every(every);
@@ -168,8 +166,8 @@ impl<'a> Session<'a> {
             if !self.held_out.is_empty() {
                 trainer.measure_first();
             }
-            let start = trainer.load(self.examples.clone(), self.held_out.clone())?;
-            let Event::Start { steps, parameters, .. } = start else {
+            let loaded = trainer.load(self.examples.clone(), self.held_out.clone())?;
+            let Event::Start { steps, parameters, .. } = loaded else {
                 return Err(Error::fault("a run began with something else"));
             };
             let of_parameters = trainer.parameter_bytes() as u64;
@@ -188,6 +186,7 @@ impl<'a> Session<'a> {
             if let Some(allowed) = allowed.filter(|&allowed| plan.beside() > allowed) {
                 if self.may_recompute && config.graph.recompute == Recompute::None {
                     config.graph.recompute = Recompute::PerLayer;
+                    start = trainer.into_start();
                     continue;
                 }
                 let wanted = train::Wanted {
