@@ -7,7 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use common::{
-    Folder, check_failure, facts, fails, fixture, gradus, json, ok, root, run, run_with_input, text,
+    Folder, Started, check_failure, facts, fails, fixture, gradus, json, ok, root, run,
+    run_with_input, text,
 };
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -605,23 +606,12 @@ fn interrupted(signal: &str, times: usize) {
     command.args([env!("CARGO_BIN_EXE_gradus"), "train", "-m", &model, "--data", &data]);
     command.args(["-o", &out, "--template", "plain", "--window", "128", "--epochs", "10000"]);
     command.args(["--json", "--run-dir", &folder.file("runs")]);
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null());
-    let mut child = command.spawn().unwrap();
-    // It says something after its first step.
-    let mut said = std::io::BufReader::new(child.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.starts_with("step ") {
-        line.clear();
-        assert!(std::io::BufRead::read_line(&mut said, &mut line).unwrap() > 0, "it ended early");
-    }
+    let started = Started::at(&mut command, "step ");
     for _ in 0..times {
         // After the first there may be nobody left to tell.
-        let kill = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
-        assert!(kill.success() || times > 1);
+        assert!(started.signal(signal) || times > 1);
     }
-    let drained = std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
-    let output = child.wait_with_output().unwrap();
-    drained.join().unwrap().unwrap();
+    let output = started.end();
     assert_eq!(output.status.code(), Some(130));
     let result: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(result["interrupted"], true);
@@ -645,18 +635,9 @@ fn a_training_under_nohup_outlives_its_terminal() {
     shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_gradus"), "train"]);
     shell.args(["-m", &model, "--data", &data, "-o", &out, "--template", "plain", "--json"]);
     shell.args(["--window", "128", "--epochs", "300", "--no-record"]);
-    let mut child = shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut said = std::io::BufReader::new(child.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.starts_with("step ") {
-        line.clear();
-        assert!(std::io::BufRead::read_line(&mut said, &mut line).unwrap() > 0, "it ended early");
-    }
-    let kill = Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap();
-    assert!(kill.success());
-    let drained = std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
-    let output = child.wait_with_output().unwrap();
-    drained.join().unwrap().unwrap();
+    let started = Started::at(&mut shell, "step ");
+    assert!(started.signal("-HUP"));
+    let output = started.end();
     assert!(output.status.success(), "{:?}", output.status);
     let result: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(result["interrupted"], false);

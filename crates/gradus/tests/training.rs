@@ -6,7 +6,7 @@ mod common;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{Folder, facts, fails, fixture, gradus, json, ok};
+use common::{Folder, Started, facts, fails, fixture, gradus, json, ok, text};
 use serde_json::Value;
 
 /// A run that is killed at any moment and taken up again ends with the bytes of one that was not.
@@ -494,19 +494,9 @@ fn a_run_interrupted_before_its_first_step_is_interrupted() {
     let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out]);
     command.args(["--template", "plain", "--window", "64", "--eval-data", &held_out]);
     command.args(["--run", "early", "--run-dir", &runs]);
-    let mut child =
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
-    let mut said = std::io::BufReader::new(child.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.starts_with("training ") {
-        line.clear();
-        assert!(std::io::BufRead::read_line(&mut said, &mut line).unwrap() > 0, "it ended early");
-    }
-    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(kill.success());
-    let drained = std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
-    let output = child.wait_with_output().unwrap();
-    drained.join().unwrap().unwrap();
+    let started = Started::at(&mut command, "training ");
+    assert!(started.signal("-INT"));
+    let output = started.end();
     assert_eq!((output.status.code(), output.stdout.len()), (Some(130), 0));
     let run = std::fs::read(Path::new(&runs).join("early/run.json")).unwrap();
     let run: Value = serde_json::from_slice(&run).unwrap();
@@ -514,6 +504,34 @@ fn a_run_interrupted_before_its_first_step_is_interrupted() {
     for left in [&out, &format!("{out}.checkpoints")] {
         assert!(!Path::new(left).exists(), "{left}");
     }
+}
+
+/// P4: what is written down of a run that is stopped before its first checkpoint takes no memory
+/// beside what was planned: what else the run held is given back for it.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_stopped_before_its_first_checkpoint_takes_the_memory_that_was_planned() {
+    let folder = Folder::new("stopped-memory");
+    let mut toy = model::toy::Toy::new("llama", gguf::TensorType::F32, 3);
+    (toy.width, toy.ffn) = (256, 2048);
+    let model = folder.write("toy.gguf", toy.gguf().unwrap());
+    let data = folder.write("facts.jsonl", facts());
+    let out = folder.file("a.gguf");
+    let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out, "--json"]);
+    command.args(["--template", "plain", "--window", "64", "--epochs", "10000"]);
+    command.args(["--rank", "512", "--checkpoint-every", "0", "--no-record", "-t", "1"]);
+    let started = Started::at(&mut command, "step ");
+    assert!(started.signal("-INT"));
+    let output = started.end();
+    assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(Path::new(said["checkpoint"].as_str().unwrap()).exists());
+    let bytes = |value: &Value| value.as_f64().unwrap();
+    let (peak, plan) = (bytes(&said["peak_anonymous_bytes"]), bytes(&said["plan"]["total_bytes"]));
+    // The least that a copy of what moves, and of its moments, would be.
+    let moves = 4.0 * bytes(&said["parameters"]);
+    assert!(moves > 0.1 * plan, "{moves} bytes of {plan} are too few to be seen");
+    assert!(peak < 1.05 * plan, "{peak} bytes at the peak, {plan} were planned");
 }
 
 /// Options that were taken for something else.
@@ -541,6 +559,9 @@ fn odd_options_are_refused_or_mean_what_they_say() {
         );
     }
     refused(&["--eval-split", "0.95"], "leaves none to train on");
+    for out in [folder.file(""), folder.file("peft/")] {
+        refused(&["-o", &out], "`gradus adapter convert FILE FOLDER` makes a PEFT folder of that");
+    }
     // A checkpoint is written from a copy of what moves; a run that is stopped before its first one
     // gives the memory of its graphs back for it.
     let parameters = |every: &str| {

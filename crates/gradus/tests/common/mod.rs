@@ -1,9 +1,9 @@
 //! What tests of the binary share.
 #![allow(dead_code)] // not every test uses all of it
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -93,6 +93,43 @@ pub fn check_failure(out: &Output, args: &[&str], code: i32, parts: &[&str]) {
     assert!(said.trim_end().ends_with(errors[0]), "the error comes last: {said}");
     for part in parts {
         assert!(errors[0].contains(part), "gradus {args:?}: no `{part}` in: {said}");
+    }
+}
+
+/// A process that has said on standard error that it is where it is wanted.
+pub struct Started {
+    child: Child,
+    said: BufReader<ChildStderr>,
+}
+
+impl Started {
+    /// Starts it, and waits for a line that begins so: `step `, of a run, after its first step.
+    pub fn at(command: &mut Command, line: &str) -> Started {
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        let mut all = String::new();
+        while !all.lines().last().is_some_and(|last| last.starts_with(line)) {
+            assert!(said.read_line(&mut all).unwrap() > 0, "it ended early: {all}");
+        }
+        Started { child, said }
+    }
+
+    /// Sends it a signal, such as `-INT`; true if it was still there.
+    pub fn signal(&self, signal: &str) -> bool {
+        let id = self.child.id().to_string();
+        Command::new("kill").args([signal, &id]).status().unwrap().success()
+    }
+
+    /// Waits for its end; what it said after that line is standard error.
+    pub fn end(self) -> Output {
+        let Started { child, mut said } = self;
+        let rest = std::thread::spawn(move || {
+            let mut rest = Vec::new();
+            said.read_to_end(&mut rest).map(|_| rest)
+        });
+        let output = child.wait_with_output().unwrap();
+        Output { stderr: rest.join().unwrap().unwrap(), ..output }
     }
 }
 

@@ -175,6 +175,15 @@ impl Args {
     /// Checks what it writes; where the adapter is kept as it was before a step that failed.
     fn check_outputs(&self) -> Result<Option<PathBuf>> {
         self.record.check()?;
+        let is_folder =
+            |out: &Path| out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/");
+        if let Some(out) = self.out.as_ref().filter(|out| is_folder(out)) {
+            return Err(Error::invalid(format!(
+                "`--out` is {}, a folder, and an adapter is written to a GGUF file; `gradus adapter \
+                 convert FILE FOLDER` makes a PEFT folder of that",
+                out.display()
+            )));
+        }
         let inputs = self.inputs()?;
         let outputs: Vec<&Path> =
             self.out.iter().chain(&self.out_model).map(PathBuf::as_path).collect();
