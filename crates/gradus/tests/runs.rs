@@ -10,7 +10,7 @@ use std::process::{Command, Output, Stdio};
 use runs::{End, Evaluation, ModelFile, Planned, RunFolder, RunInfo, State, Step};
 use serde_json::Value;
 
-use common::{Folder, facts, fixture, gradus};
+use common::{Folder, facts, fails, fixture, gradus, ok};
 
 /// A folder of runs that goes when the test ends.
 struct Runs(PathBuf);
@@ -331,4 +331,25 @@ fn a_run_that_does_not_begin_leaves_no_folder() {
     child.wait().unwrap();
     assert!(said.contains("another run writes its checkpoints"), "{said}");
     assert_eq!(train.names(), ["r"]);
+}
+
+/// A record that ends where a run went on would tell of another run.
+#[cfg(unix)]
+#[test]
+fn a_run_that_goes_on_keeps_its_record() {
+    let folder = Folder::new("keeps-record");
+    let (model, data) = (fixture("llama", "model.gguf"), folder.write("facts.jsonl", facts()));
+    let (out, runs) = (folder.file("a.gguf"), folder.file("runs"));
+    let train = ["train", "-m", &model, "--data", &data, "-o", &out, "--template", "plain"];
+    let train = [&train[..], &["--window", "64", "--epochs", "2000"]].concat();
+    let started =
+        common::Started::at(gradus(&train).args(["--run", "first", "--run-dir", &runs]), "step ");
+    assert!(started.signal("-INT"));
+    assert_eq!(started.end().status.code(), Some(130));
+    let goes_on = [&train[..], &["--resume", "--no-record"]].concat();
+    let record = folder.file("runs/first");
+    fails(&goes_on, 1, &[&record, "`--no-record` would leave it ended at step"]);
+    // Nobody misses what is gone.
+    std::fs::remove_dir_all(&record).unwrap();
+    ok(&goes_on);
 }

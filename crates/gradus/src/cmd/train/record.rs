@@ -23,7 +23,7 @@ pub struct RecordArgs {
     #[arg(long, value_name = "DIR")]
     pub run_dir: Option<PathBuf>,
 
-    /// Keep no record of the run
+    /// Keep no record of the run; one that goes on and has a record keeps it
     #[arg(long, conflicts_with_all = ["run", "run_dir"])]
     pub no_record: bool,
 }
@@ -51,7 +51,7 @@ impl Recorder {
     /// Makes the folder, or goes on in that of the run that is resumed.
     ///
     /// # Errors
-    /// When a folder that was asked for cannot be made.
+    /// When a folder that was asked for cannot be made, or the run has one and is to keep none.
     pub fn begin(
         args: &Args,
         model: &model::Model,
@@ -60,7 +60,17 @@ impl Recorder {
         out: &Path,
     ) -> Result<Recorder> {
         if args.record.no_record {
-            return Ok(Recorder(None));
+            let earlier = || args.keeping.of(out).checkpoints.record().ok().flatten();
+            let there = (ready.from > 0).then(earlier).flatten().filter(|path| path.is_dir());
+            return match there {
+                None => Ok(Recorder(None)),
+                Some(path) => Err(Error::invalid(format!(
+                    "the run is recorded in {}, where `--no-record` would leave it ended at step \
+                     {}; leave that out, or remove the record first",
+                    path.display(),
+                    ready.from
+                ))),
+            };
         }
         match begin(args, model, data, ready, out) {
             Ok(recorder) => Ok(Recorder(Some(recorder))),
