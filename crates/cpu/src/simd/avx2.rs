@@ -183,7 +183,7 @@ impl Simd for Avx2 {
     type Mask = F;
 
     const FUSED: bool = true;
-    const ROWS: usize = 2;
+    const BLOCK: (usize, usize) = (6, 1);
 
     fn call<T: Task>(self, task: T) -> T::Out {
         // SAFETY: `self` is the proof that the processor has the instructions.

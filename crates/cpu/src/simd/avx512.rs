@@ -77,7 +77,7 @@ impl Simd for Avx512 {
     type Mask = __mmask16;
 
     const FUSED: bool = true;
-    const ROWS: usize = 8;
+    const BLOCK: (usize, usize) = (24, 4);
 
     fn call<T: Task>(self, task: T) -> T::Out {
         // SAFETY: `self` is the proof that the processor has the instructions.

@@ -160,8 +160,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Whether [`Simd::fma`] rounds once.
     const FUSED: bool;
 
-    /// How many rows of two vectors each a register-blocked kernel accumulates at once.
-    const ROWS: usize;
+    /// How many vectors of sums a register-blocked kernel keeps, and the most of them side by side.
+    const BLOCK: (usize, usize);
 
     /// Runs a task as a function of its own, with the family's instructions.
     fn call<T: Task>(self, task: T) -> T::Out;

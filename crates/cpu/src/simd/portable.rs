@@ -92,7 +92,7 @@ impl Simd for Portable {
     type Mask = Lanes<bool>;
 
     const FUSED: bool = false;
-    const ROWS: usize = 1;
+    const BLOCK: (usize, usize) = (2, 1);
 
     fn call<T: Task>(self, task: T) -> T::Out {
         task.run(self)

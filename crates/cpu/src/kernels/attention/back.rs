@@ -6,12 +6,16 @@ use std::ops::Range;
 
 use graph::{AttentionOperand, Op};
 
-use super::tile::{
-    BATCH, CHUNK, Coefficients, KEYS, Logits, Running, add_weighted, transpose_tile, write_dots,
-};
-use super::{Buffers, Heads, Operands, SEQS, Sequence};
+use super::product::{Coefficients, Panels, add_weighted, multiply};
+use super::queries::{CHUNK, Chunk, Queries};
+use super::rows::{pack, transpose};
+use super::softmax::{Cotangents, Logits, Take, scale};
+use super::{Buffers, Heads, KEYS, Operands, SEQS, Sequence};
 use crate::job::Job;
 use crate::simd::{LANES, Simd, Task};
+
+/// Queries whose coefficients the gradients of keys and values hold at once.
+pub(super) const BATCH: usize = 48;
 
 /// The operands that only gradients have.
 struct Back {
@@ -34,41 +38,6 @@ impl Back {
             heads: o.heads,
         }
     }
-
-    /// Turns the dot products `p` of a row, which is at `position`, and a head with keys from
-    /// position `key` on into `exp(logit - lse)`, and `ds`, the dot products of its cotangent with
-    /// the values, into the cotangents of those of `p`. For keys that the row does not see it is
-    /// anything.
-    ///
-    /// # Safety
-    /// Row and head must be in range; `p` and, if there, `ds` must hold 32 floats.
-    #[inline(always)]
-    unsafe fn weights<S: Simd>(
-        &self,
-        s: S,
-        (row, head): (usize, usize),
-        (position, key): (usize, usize),
-        p: *mut f32,
-        ds: Option<*mut f32>,
-    ) {
-        // SAFETY: the caller's.
-        unsafe {
-            let at = row * self.heads + head;
-            let (lse, delta) = (s.splat(*self.lse.add(at)), s.splat(*self.delta.add(at)));
-            let slope = self.logits.bias(head);
-            for half in [0, LANES] {
-                let logit = self.logits.value(s, s.load(p.add(half)));
-                let biased = self.logits.biased(s, logit, slope, position, key + half);
-                let v = s.exp(s.sub(biased, lse));
-                s.store(p.add(half), v);
-                if let Some(ds) = ds {
-                    let ds = ds.add(half);
-                    let v = s.mul(s.mul(v, s.sub(s.load(ds), delta)), self.logits.slope(s, logit));
-                    s.store(ds, v);
-                }
-            }
-        }
-    }
 }
 
 /// `dq = sum over keys of ds k`, keys ascending, under the highest logit so far and divided by the
@@ -80,118 +49,128 @@ pub(super) struct BackQ<'a> {
     pub(super) buffers: Buffers<'a>,
 }
 
+/// The keys and values of a tile.
+struct Loaded {
+    base: usize,
+    keys: Panels,
+    keys_by_width: Panels,
+    values_by_width: Panels,
+}
+
 impl Task for BackQ<'_> {
     type Out = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let (o, mut buffers) = (self.o, self.buffers);
+    fn run<S: Simd>(mut self, s: S) {
+        let o = self.o;
         let back = Back::new(self.job, o);
         let (rows, key_head, heads) = o.blocks.tile(self.tile);
-        let gradients = self.job.out::<f32>();
-        let out =
-            |row: usize, head: usize| gradients.wrapping_add((row * o.heads + head) * o.width);
-        let lses = gradients.wrapping_add(o.rows * o.heads * o.width);
         for row in rows.clone() {
-            let lse = lses.wrapping_add(row * o.heads + heads.start);
             // SAFETY: these heads of this row of the results are the tile's.
             unsafe {
-                let dq = out(row, heads.start);
+                let (dq, lse) = (self.out(row, heads.start), self.lse(row, heads.start));
                 std::slice::from_raw_parts_mut(dq, heads.len() * o.width).fill(0.0);
                 std::slice::from_raw_parts_mut(lse, heads.len()).fill(0.0);
             }
         }
         for seq in o.sequences(rows.clone()) {
-            let first = rows.start.max(seq.first);
-            let end = rows.end.min(seq.first + seq.rows);
-            let count = (end - first) * heads.len();
-            buffers.begin(o, heads.clone(), count);
-            let (lowest, last) = (o.first_seen(seq.position(first)), seq.position(end - 1));
-            for base in (lowest / KEYS * KEYS..=last).step_by(KEYS) {
-                let range = lowest.max(base) - base..(last + 1 - base).min(KEYS);
+            let queries = Queries::new(o, seq, &rows, &heads);
+            self.buffers.running.begin(&queries, o.sinks);
+            for base in queries.bases() {
+                let range = queries.keys(base);
                 let at = (base, range.clone());
-                // SAFETY: positions up to `last` are cached or the sequence's own rows, whose
+                let b = &mut self.buffers;
+                // SAFETY: positions up to the last are cached or the sequence's own rows, whose
                 // numbers have been checked.
-                let keys = unsafe {
-                    let keys = o.keys(s, &seq, key_head, at.clone(), buffers.cached_keys);
-                    let values = o.values(s, &seq, key_head, at, buffers.cached_values);
-                    transpose_tile(s, &keys, range.clone(), o.width, buffers.keys);
-                    transpose_tile(s, &values, range, o.value_width, buffers.values);
-                    keys
+                let loaded = unsafe {
+                    let keys = o.keys(s, &seq, key_head, at.clone(), b.cached_keys);
+                    let values = o.values(s, &seq, key_head, at, b.cached_values);
+                    Loaded {
+                        base,
+                        keys: pack(s, &keys, range.clone(), o.width, b.packed_keys),
+                        keys_by_width: transpose(s, &keys, range.clone(), o.width, b.keys),
+                        values_by_width: transpose(s, &values, range, o.value_width, b.values),
+                    }
                 };
-                let seen = first.max(first + base.saturating_sub(seq.position(first)));
-                let past = o.last_seeing(base + KEYS - 1).saturating_sub(seq.position(first));
-                let past = end.min(first.saturating_add(past));
-                let from = (seen - first) * heads.len();
-                let to = (past.max(seen) - first) * heads.len();
-                for chunk in (from..to).step_by(CHUNK) {
-                    let n = (to - chunk).min(CHUNK);
-                    let mut q = [std::ptr::null(); CHUNK];
-                    let mut dout = [std::ptr::null(); CHUNK];
-                    let mut result = [std::ptr::null_mut(); CHUNK];
-                    let mut ranges: [_; CHUNK] = std::array::from_fn(|_| 0..0);
-                    let mut index = [(0, 0); CHUNK];
-                    for r in 0..n {
-                        let (row, head) = split(chunk + r, first, heads.start, heads.len());
-                        let position = seq.position(row);
-                        let start = o.first_seen(position).max(base) - base;
-                        ranges[r] = start..(position + 1 - base).min(KEYS);
-                        (q[r], dout[r]) = (o.q.at(row, head), back.dout.at(row, head));
-                        result[r] = out(row, head);
-                        index[r] = (row, head);
-                    }
-                    let (ds, dp) = buffers.coefficients.split_at_mut(CHUNK * KEYS);
-                    // SAFETY: the rows have the operands' widths; the results are the tile's.
-                    unsafe {
-                        write_dots(s, &q[..n], buffers.keys, o.width, ds);
-                        write_dots(s, &dout[..n], buffers.values, o.value_width, dp);
-                        for r in 0..n {
-                            let ((row, head), to) = (index[r], (result[r], o.width));
-                            let ds = ds[r * KEYS..][..KEYS].as_mut_ptr();
-                            let dp = dp[r * KEYS..][..KEYS].as_ptr();
-                            let delta = s.splat(*back.delta.add(row * o.heads + head));
-                            let (position, slope) = (seq.position(row), back.logits.bias(head));
-                            let logits =
-                                [0, LANES].map(|half| back.logits.value(s, s.load(ds.add(half))));
-                            let biased = [0, 1].map(|i| {
-                                let key = base + i * LANES;
-                                back.logits.biased(s, logits[i], slope, position, key)
-                            });
-                            let running = Running {
-                                maximum: &mut buffers.maxima[chunk + r],
-                                sum: &mut buffers.sums[chunk + r],
-                            };
-                            let p = running.take(s, biased, &ranges[r], to);
-                            for i in [0, 1] {
-                                let dp = s.sub(s.load(dp.add(i * LANES)), delta);
-                                let slope = back.logits.slope(s, logits[i]);
-                                let v = s.mul(s.mul(p[i], dp), slope);
-                                s.store(ds.add(i * LANES), v);
-                            }
-                        }
-                        let c = Coefficients { ptr: ds.as_ptr(), result: KEYS, source: 1 };
-                        add_weighted(s, &result[..n], c, &keys, &ranges[..n], o.width);
-                    }
+                let all = queries.seeing(base);
+                for start in all.clone().step_by(CHUNK) {
+                    let chunk = queries.chunk(start, all.end, base);
+                    // SAFETY: as above.
+                    unsafe { self.chunk(s, &back, &chunk, &loaded) };
                 }
             }
-            for i in 0..count {
-                let (row, head) = split(i, first, heads.start, heads.len());
+            for i in 0..queries.count() {
+                let (row, head) = queries.at(i);
+                let (maximum, sum) = self.buffers.running.end(s, i);
                 // SAFETY: this head of this row of the results is the tile's.
                 unsafe {
-                    buffers.running(i).finish(s, (out(row, head), o.width));
-                    let log = s.log(s.splat(buffers.sums[i]));
-                    let lse = s.add(s.splat(buffers.maxima[i]), log);
-                    s.store_first(lses.add(row * o.heads + head), lse, 1);
+                    scale(s, 1.0 / sum, self.out(row, head), o.width);
+                    let lse = s.add(s.splat(maximum), s.log(s.splat(sum)));
+                    s.store_first(self.lse(row, head), lse, 1);
                 }
             }
         }
     }
 }
 
-/// The row and head of query `i` of a tile.
-#[inline(always)]
-fn split(i: usize, first: usize, head: usize, heads: usize) -> (usize, usize) {
-    (first + i / heads, head + i % heads)
+impl BackQ<'_> {
+    /// Where a query's gradient is.
+    #[inline(always)]
+    fn out(&self, row: usize, head: usize) -> *mut f32 {
+        self.job.out::<f32>().wrapping_add((row * self.o.heads + head) * self.o.width)
+    }
+
+    /// Where its log-sum-exp is.
+    #[inline(always)]
+    fn lse(&self, row: usize, head: usize) -> *mut f32 {
+        self.out(self.o.rows, 0).wrapping_add(row * self.o.heads + head)
+    }
+
+    /// Takes the keys of a tile into some queries.
+    ///
+    /// # Safety
+    /// The keys and values that the queries see must be there.
+    #[inline(always)]
+    unsafe fn chunk<S: Simd>(&mut self, s: S, back: &Back, chunk: &Chunk, loaded: &Loaded) {
+        let o = self.o;
+        let n = chunk.n;
+        let (dots, products) = self.buffers.coefficients.split_at_mut(CHUNK * KEYS);
+        let mut q = [std::ptr::null(); CHUNK];
+        let mut dout = [std::ptr::null(); CHUNK];
+        let mut to_dots = [std::ptr::null_mut(); CHUNK];
+        let mut to_products = [std::ptr::null_mut(); CHUNK];
+        let mut ds = [std::ptr::null(); CHUNK];
+        let mut to = [std::ptr::null_mut(); CHUNK];
+        let mut delta = [0.0; CHUNK];
+        for r in 0..n {
+            let (row, head) = chunk.queries[r];
+            (q[r], dout[r]) = (o.q.at(row, head), back.dout.at(row, head));
+            let first = r * KEYS + chunk.vectors.start * LANES;
+            to_dots[r] = dots.as_mut_ptr().wrapping_add(first);
+            to_products[r] = products.as_mut_ptr().wrapping_add(first);
+            ds[r] = dots.as_ptr().wrapping_add(r * KEYS);
+            let query = row * o.heads + head;
+            to[r] = self.job.out::<f32>().wrapping_add(query * o.width);
+            // SAFETY: statistics are dense and have the query.
+            delta[r] = unsafe { *back.delta.add(query) };
+        }
+        let vectors = chunk.vectors.len();
+        let keys = loaded.keys_by_width.skip(chunk.vectors.start);
+        let values = loaded.values_by_width.skip(chunk.vectors.start);
+        // SAFETY: the rows have the operands' widths; there is room for a tile's keys each.
+        unsafe {
+            multiply(s, &to_dots[..n], &q[..n], keys, o.width, vectors);
+            multiply(s, &to_products[..n], &dout[..n], values, o.value_width, vectors);
+        }
+        let (mut factors, running) = ([1.0; CHUNK], &mut self.buffers.running);
+        let (logits, base, factors) = (back.logits, loaded.base, &mut factors);
+        let cotangents = Some(Cotangents { products, delta });
+        s.call(Take { logits, chunk, base, dots, cotangents, running, factors });
+        let c = Coefficients { rows: &ds[..n], step: 1 };
+        let (seen, factors) = (&chunk.seen[..n], Some(&factors[..n]));
+        // SAFETY: the caller's; the results are the tile's.
+        unsafe { add_weighted(s, &to[..n], c, loaded.keys, seen, factors, o.width) };
+    }
 }
 
 /// `dk = sum over query rows of ds q` and `dv = sum of p dout`, of the rows' own keys and values
@@ -247,7 +226,9 @@ impl Task for BackKeys<'_> {
         let mut buffers = self.buffers;
         let back = Back::new(job, o);
         let (tile, part) = (self.tile / o.key_parts(), self.tile % o.key_parts());
-        let (block, key_head) = (tile / o.key_heads, tile % o.key_heads);
+        // The rows that the keys of a head read are near when the next keys read them.
+        let (keys, blocks) = (o.gradient_keys(), o.key_blocks(self.wrt));
+        let (key_head, block) = (tile / blocks, tile % blocks);
         let prefix = o.prefix.as_ref().filter(|_| self.wrt == AttentionOperand::Pages);
         // Rows of the results are slots of pages or rows of the operands.
         let counts = prefix.map_or([o.rows; 2], |p| {
@@ -273,7 +254,7 @@ impl Task for BackKeys<'_> {
             s.call(AddKeys { o, back, seq: &seq, key_head, base, count, keys, values, buffers });
         };
         let Some(prefix) = prefix else {
-            let rows = block * KEYS..((block + 1) * KEYS).min(o.rows);
+            let rows = block * keys..((block + 1) * keys).min(o.rows);
             clear(rows.clone());
             for seq in o.sequences(rows.clone()) {
                 let first = rows.start.max(seq.first);
@@ -283,8 +264,8 @@ impl Task for BackKeys<'_> {
             return;
         };
         let page = prefix.keys.page;
-        let (id, block) = (block / page.div_ceil(KEYS), block % page.div_ceil(KEYS));
-        let slots = block * KEYS..((block + 1) * KEYS).min(page);
+        let (id, block) = (block / page.div_ceil(keys), block % page.div_ceil(keys));
+        let slots = block * keys..((block + 1) * keys).min(page);
         clear(id * page + slots.start..id * page + slots.end);
         for seq in o.sequences(0..o.rows) {
             let table = prefix.table[seq.index * prefix.columns..][..prefix.columns].iter();
@@ -299,7 +280,7 @@ impl Task for BackKeys<'_> {
     }
 }
 
-/// Adds a sequence's part to the gradients of up to 32 keys from position `base` on, and of their
+/// Adds a sequence's part to the gradients of up to [`KEYS`] keys from position `base` on, and of their
 /// values.
 struct AddKeys<'a, 'b> {
     o: &'a Operands<'a>,
@@ -318,53 +299,60 @@ impl Task for AddKeys<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let AddKeys { o, back, seq, key_head, base, count, keys, values, buffers } = self;
-        let (group, head) = (o.blocks.group, key_head * o.blocks.group);
+        let AddKeys { o, back, seq, key_head, base, count, keys, values, buffers: b } = self;
+        let (group, heads) = (o.blocks.group, key_head * o.blocks.group);
         // SAFETY: the keys are cached or the sequence's own rows, whose numbers have been checked.
-        unsafe {
+        let (keys_by_width, values_by_width) = unsafe {
             let at = (base, 0..count);
-            let rows = o.keys(s, seq, key_head, at.clone(), buffers.cached_keys);
-            transpose_tile(s, &rows, 0..count, o.width, buffers.keys);
-            if keys.is_some() {
-                let rows = o.values(s, seq, key_head, at, buffers.cached_values);
-                transpose_tile(s, &rows, 0..count, o.value_width, buffers.values);
-            }
-        }
+            let rows = o.keys(s, seq, key_head, at.clone(), b.cached_keys);
+            let by_width = transpose(s, &rows, 0..count, o.width, b.keys);
+            let values = keys.is_some().then(|| o.values(s, seq, key_head, at, b.cached_values));
+            let values = values.map(|v| transpose(s, &v, 0..count, o.value_width, b.values));
+            (by_width, values)
+        };
         // Query `i` is of row `first + i / group`, from the first that sees a key to the last.
         let first = seq.first + base.saturating_sub(seq.cached);
         let start = seq.position(first);
         let past = |position: usize| o.last_seeing(position).saturating_sub(start);
         let end = (seq.first + seq.rows - first).min(past(base + count - 1));
+        let (mut row, mut head) = (first, heads);
         for batch in (0..end * group).step_by(BATCH) {
             let n = (end * group - batch).min(BATCH);
-            let mut queries = [std::ptr::null(); BATCH];
-            let mut cotangents = [std::ptr::null(); BATCH];
-            let (p, ds) = buffers.coefficients.split_at_mut(BATCH * KEYS);
-            for chunk in (0..n).step_by(CHUNK) {
-                let m = (n - chunk).min(CHUNK);
-                for i in chunk..chunk + m {
-                    let (row, head) = split(batch + i, first, head, group);
-                    (queries[i], cotangents[i]) = (o.q.at(row, head), back.dout.at(row, head));
-                }
-                let p = &mut p[chunk * KEYS..][..CHUNK * KEYS];
-                let ds = &mut ds[chunk * KEYS..][..CHUNK * KEYS];
-                // SAFETY: the rows have the operands' widths; row and head are in range.
-                unsafe {
-                    write_dots(s, &queries[chunk..][..m], buffers.keys, o.width, p);
-                    if keys.is_some() {
-                        let rows = &cotangents[chunk..][..m];
-                        write_dots(s, rows, buffers.values, o.value_width, ds);
-                    }
-                    for r in 0..m {
-                        let (row, head) = split(batch + chunk + r, first, head, group);
-                        let position = seq.position(row);
-                        let p = p[r * KEYS..][..KEYS].as_mut_ptr();
-                        let ds = ds[r * KEYS..][..KEYS].as_mut_ptr();
-                        let at = (position, base);
-                        back.weights(s, (row, head), at, p, keys.is_some().then_some(ds));
-                    }
+            let mut queries = [(0, 0); BATCH];
+            let mut q = [std::ptr::null(); BATCH];
+            let mut dout = [std::ptr::null(); BATCH];
+            let (mut to_p, mut to_ds) =
+                ([std::ptr::null_mut(); BATCH], [std::ptr::null_mut(); BATCH]);
+            let (p, ds) = b.coefficients.split_at_mut(BATCH * KEYS);
+            let (p, ds) = (p.as_mut_ptr(), ds.as_mut_ptr());
+            for i in 0..n {
+                queries[i] = (row, head);
+                (q[i], dout[i]) = (o.q.at(row, head), back.dout.at(row, head));
+                to_p[i] = p.wrapping_add(i * KEYS);
+                to_ds[i] = ds.wrapping_add(i * KEYS);
+                head += 1;
+                if head == heads + group {
+                    (row, head) = (row + 1, heads);
                 }
             }
+            // SAFETY: the rows have the operands' widths.
+            let (packed_q, packed_dout) = unsafe {
+                let packed_q = pack(s, &q, 0..n, o.width, b.packed_keys);
+                (packed_q, pack(s, &dout, 0..n, o.value_width, b.packed_values))
+            };
+            // Keys up to the last that one of these rows sees.
+            let seen = seq.position(queries[n - 1].0) + 1 - base;
+            let vectors = seen.min(count).div_ceil(LANES);
+            // SAFETY: the rows have the operands' widths; there is room for the keys of each.
+            unsafe {
+                multiply(s, &to_p[..n], &q[..n], keys_by_width, o.width, vectors);
+                if let Some(values) = values_by_width {
+                    multiply(s, &to_ds[..n], &dout[..n], values, o.value_width, vectors);
+                }
+            }
+            let with_ds = values_by_width.is_some();
+            let queries = &queries[..n];
+            s.call(KeyCotangents { back, seq, base, vectors, queries, p, ds, with_ds });
             let mut ranges: [_; KEYS] = std::array::from_fn(|_| 0..0);
             for (j, range) in ranges.iter_mut().enumerate().take(count) {
                 // Queries of the rows that see the key, within the batch.
@@ -375,12 +363,59 @@ impl Task for AddKeys<'_, '_> {
             }
             let ranges = &ranges[..count];
             for (to, from, weights, width) in
-                [(keys, &queries, ds, o.width), (values, &cotangents, p, o.value_width)]
+                [(keys, packed_q, ds, o.width), (values, packed_dout, p, o.value_width)]
             {
                 let Some(to) = to else { continue };
-                let c = Coefficients { ptr: weights.as_ptr(), result: 1, source: KEYS };
+                let weights = weights.cast_const();
+                let rows: [_; KEYS] = std::array::from_fn(|j| weights.wrapping_add(j));
+                let c = Coefficients { rows: &rows, step: KEYS };
                 // SAFETY: the results are the tile's; sources of the batch are set.
-                unsafe { add_weighted(s, &to[..count], c, from, ranges, width) };
+                unsafe { add_weighted(s, &to[..count], c, from, ranges, None, width) };
+            }
+        }
+    }
+}
+
+/// Turns the dot products of some queries with keys, `p`, into `exp(logit - lse)`, and those of
+/// their cotangents with the values, `ds`, if they are there, into the cotangents of those of `p`.
+/// For keys that a row does not see it is anything.
+struct KeyCotangents<'a> {
+    back: &'a Back,
+    seq: &'a Sequence,
+    base: usize,
+    vectors: usize,
+    /// A row and a head each.
+    queries: &'a [(usize, usize)],
+    p: *mut f32,
+    ds: *mut f32,
+    with_ds: bool,
+}
+
+impl Task for KeyCotangents<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let back = self.back;
+        for (i, &(row, head)) in self.queries.iter().enumerate() {
+            // SAFETY: there is room for a tile's keys for each query; statistics have it.
+            unsafe {
+                let at = row * back.heads + head;
+                let (lse, delta) = (s.splat(*back.lse.add(at)), s.splat(*back.delta.add(at)));
+                let (bias, position) = (back.logits.bias(head), self.seq.position(row));
+                for v in 0..self.vectors {
+                    let offset = i * KEYS + v * LANES;
+                    let (p, ds) = (self.p.add(offset), self.ds.add(offset));
+                    let key = self.base + v * LANES;
+                    let logit = back.logits.value(s, s.load(p));
+                    let biased = back.logits.biased(s, logit, bias, position, key);
+                    let weight = s.exp(s.sub(biased, lse));
+                    s.store(p, weight);
+                    if self.with_ds {
+                        let v = s.mul(weight, s.sub(s.load(ds), delta));
+                        s.store(ds, s.mul(v, back.logits.slope(s, logit)));
+                    }
+                }
             }
         }
     }

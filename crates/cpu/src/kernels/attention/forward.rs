@@ -1,10 +1,10 @@
 //! Attention: softmax over tiles of keys, rescaled as the maximum grows.
 
-use super::tile::{
-    CHUNK, Coefficients, KEYS, Logits, RowPointers, Running, add_weighted, transpose_tile,
-    write_dots,
-};
-use super::{Buffers, Operands, Sequence};
+use super::product::{Coefficients, Panels, add_weighted, multiply};
+use super::queries::{CHUNK, Chunk, Queries};
+use super::rows::{pack, transpose};
+use super::softmax::{Logits, Take, scale};
+use super::{Buffers, KEYS, Operands};
 use crate::job::Job;
 use crate::simd::{LANES, Simd, Task};
 
@@ -16,14 +16,6 @@ pub(super) struct Forward<'a> {
     pub(super) buffers: Buffers<'a>,
 }
 
-impl Forward<'_> {
-    /// Where a row's result is.
-    #[inline(always)]
-    fn out(&self, row: usize, head: usize) -> *mut f32 {
-        self.job.out::<f32>().wrapping_add((row * self.o.heads + head) * self.o.value_width)
-    }
-}
-
 impl Task for Forward<'_> {
     type Out = ();
 
@@ -31,108 +23,87 @@ impl Task for Forward<'_> {
     fn run<S: Simd>(mut self, s: S) {
         let o = self.o;
         let (rows, key_head, heads) = o.blocks.tile(self.tile);
-        let width = o.value_width;
         for row in rows.clone() {
             let to = self.out(row, heads.start);
             // SAFETY: these heads of this row of the result are the tile's.
-            unsafe { std::slice::from_raw_parts_mut(to, heads.len() * width) }.fill(0.0);
+            unsafe { std::slice::from_raw_parts_mut(to, heads.len() * o.value_width) }.fill(0.0);
         }
         for seq in o.sequences(rows.clone()) {
-            let first = rows.start.max(seq.first);
-            let end = rows.end.min(seq.first + seq.rows);
-            let count = (end - first) * heads.len();
-            self.buffers.begin(o, heads.clone(), count);
-            let (lowest, last) = (o.first_seen(seq.position(first)), seq.position(end - 1));
-            for base in (lowest / KEYS * KEYS..=last).step_by(KEYS) {
-                let range = lowest.max(base) - base..(last + 1 - base).min(KEYS);
+            let queries = Queries::new(o, seq, &rows, &heads);
+            self.buffers.running.begin(&queries, o.sinks);
+            for base in queries.bases() {
+                let range = queries.keys(base);
                 let at = (base, range.clone());
-                // SAFETY: positions up to `last` are cached or the sequence's own rows, whose
+                // SAFETY: positions up to the last are cached or the sequence's own rows, whose
                 // numbers have been checked.
-                let values = unsafe {
+                let (keys, values) = unsafe {
                     let keys = o.keys(s, &seq, key_head, at.clone(), self.buffers.cached_keys);
-                    transpose_tile(s, &keys, range, o.width, self.buffers.keys);
-                    o.values(s, &seq, key_head, at, self.buffers.cached_values)
+                    let keys = transpose(s, &keys, range.clone(), o.width, self.buffers.keys);
+                    let values = o.values(s, &seq, key_head, at, self.buffers.cached_values);
+                    (keys, pack(s, &values, range, o.value_width, self.buffers.packed_values))
                 };
-                // Rows before the tile's first key do not see it, nor do those whose window has
-                // passed its last.
-                let seen = first.max(first + base.saturating_sub(seq.position(first)));
-                let past = o.last_seeing(base + KEYS - 1).saturating_sub(seq.position(first));
-                let past = end.min(first.saturating_add(past));
-                let from = (seen - first) * heads.len();
-                let to = (past.max(seen) - first) * heads.len();
-                for chunk in (from..to).step_by(CHUNK) {
-                    let rows = chunk..to.min(chunk + CHUNK);
+                let all = queries.seeing(base);
+                for start in all.clone().step_by(CHUNK) {
+                    let chunk = queries.chunk(start, all.end, base);
                     // SAFETY: as above.
-                    unsafe {
-                        self.chunk(s, &seq, first, heads.start, heads.len(), rows, base, &values)
-                    };
+                    unsafe { self.chunk(s, &chunk, base, keys, values) };
                 }
             }
-            for i in 0..count {
-                let (row, head) = (first + i / heads.len(), heads.start + i % heads.len());
+            for i in 0..queries.count() {
+                let (row, head) = queries.at(i);
                 let to = self.out(row, head);
+                let (_, sum) = self.buffers.running.end(s, i);
                 // SAFETY: this head of this row of the result is the tile's.
-                unsafe { self.buffers.running(i).finish(s, (to, width)) };
+                unsafe { scale(s, 1.0 / sum, to, o.value_width) };
             }
         }
     }
 }
 
 impl Forward<'_> {
-    /// Takes the keys of one tile into up to [`CHUNK`] rows, each of which sees some of them.
+    /// Where a row's result is.
+    #[inline(always)]
+    fn out(&self, row: usize, head: usize) -> *mut f32 {
+        self.job.out::<f32>().wrapping_add((row * self.o.heads + head) * self.o.value_width)
+    }
+
+    /// Takes the keys of a tile into some queries.
     ///
     /// # Safety
-    /// The rows must be of the sequence, the tile's keys and values loaded.
-    #[allow(clippy::too_many_arguments)] // what a loop's body sees
+    /// The keys and values that the queries see must be there.
     #[inline(always)]
     unsafe fn chunk<S: Simd>(
         &mut self,
         s: S,
-        seq: &Sequence,
-        first: usize,
-        head: usize,
-        heads: usize,
-        rows: std::ops::Range<usize>,
+        chunk: &Chunk,
         base: usize,
-        values: &RowPointers,
+        keys: Panels,
+        values: Panels,
     ) {
         let o = self.o;
-        let n = rows.len();
+        let n = chunk.n;
+        let dots = &mut self.buffers.coefficients[..CHUNK * KEYS];
         let mut q = [std::ptr::null(); CHUNK];
+        let mut to_dots = [std::ptr::null_mut(); CHUNK];
+        let mut weights = [std::ptr::null(); CHUNK];
         let mut to = [std::ptr::null_mut(); CHUNK];
-        let mut ranges: [_; CHUNK] = std::array::from_fn(|_| 0..0);
-        let mut queries = [(0, 0); CHUNK];
-        for (r, i) in rows.clone().enumerate() {
-            let (row, head) = (first + i / heads, head + i % heads);
+        for r in 0..n {
+            let (row, head) = chunk.queries[r];
+            let out = self.job.out::<f32>();
             q[r] = o.q.at(row, head);
-            to[r] = self.out(row, head);
-            let position = seq.position(row);
-            let start = o.first_seen(position).max(base) - base;
-            ranges[r] = start..(position + 1 - base).min(KEYS);
-            queries[r] = (position, head);
+            to_dots[r] = dots.as_mut_ptr().wrapping_add(r * KEYS + chunk.vectors.start * LANES);
+            weights[r] = dots.as_ptr().wrapping_add(r * KEYS);
+            to[r] = out.wrapping_add((row * o.heads + head) * o.value_width);
         }
-        let logits = Logits::new(o);
-        let weights = &mut self.buffers.coefficients[..CHUNK * KEYS];
-        // SAFETY: the caller's.
-        unsafe { write_dots(s, &q[..n], self.buffers.keys, o.width, weights) };
-        for (r, i) in rows.enumerate() {
-            let weights = weights[r * KEYS..][..KEYS].as_mut_ptr();
-            let (position, slope) = (queries[r].0, logits.bias(queries[r].1));
-            let running =
-                Running { maximum: &mut self.buffers.maxima[i], sum: &mut self.buffers.sums[i] };
-            // SAFETY: a slice of 32 elements, and a row of the result.
-            unsafe {
-                let a = logits.value(s, s.load(weights));
-                let a = logits.biased(s, a, slope, position, base);
-                let b = logits.value(s, s.load(weights.add(LANES)));
-                let b = logits.biased(s, b, slope, position, base + LANES);
-                let [a, b] = running.take(s, [a, b], &ranges[r], (to[r], o.value_width));
-                s.store(weights, a);
-                s.store(weights.add(LANES), b);
-            }
-        }
-        let c = Coefficients { ptr: weights.as_ptr(), result: KEYS, source: 1 };
-        // SAFETY: the caller's.
-        unsafe { add_weighted(s, &to[..n], c, values, &ranges[..n], o.value_width) };
+        let (keys, vectors) = (keys.skip(chunk.vectors.start), chunk.vectors.len());
+        // SAFETY: queries and keys have this width; there is room for a tile's keys each.
+        unsafe { multiply(s, &to_dots[..n], &q[..n], keys, o.width, vectors) };
+        let (mut factors, running) = ([1.0; CHUNK], &mut self.buffers.running);
+        let (logits, factors) = (Logits::new(o), &mut factors);
+        s.call(Take { logits, chunk, base, dots, cotangents: None, running, factors });
+        let c = Coefficients { rows: &weights[..n], step: 1 };
+        let (seen, factors) = (&chunk.seen[..n], Some(&factors[..n]));
+        // SAFETY: the caller's; the results are the tile's.
+        unsafe { add_weighted(s, &to[..n], c, values, seen, factors, o.value_width) };
     }
 }

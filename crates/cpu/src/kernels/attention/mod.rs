@@ -11,21 +11,37 @@
 mod against_naive;
 mod back;
 mod forward;
+mod product;
+mod queries;
+mod rows;
+mod softmax;
 #[cfg(test)]
 mod tests;
-mod tile;
 
 use std::ops::Range;
 
 use graph::{AttentionAttrs, AttentionOperand, Call, DType, Op, Unsupported};
 
-use self::tile::{CHUNK, KEYS, Pages, Running};
+use self::queries::CHUNK;
+use self::rows::Pages;
+use self::softmax::Running;
 use super::{Support, Tiles, dense, dense_last, memory, needs};
 use crate::job::{Input, Job, Scratch};
 use crate::simd::LANES;
 
-/// The most query rows of a tile; keys are transposed once for all of them.
-const QUERY_ROWS: usize = 32;
+/// Keys of a tile, which the logits of a row are taken together of: four vectors.
+const KEYS: usize = 64;
+
+/// The fewest tiles of [`KEYS`] rows that these are made of.
+const MANY_TILES: usize = 24;
+
+/// The most rows of a tile, be it of queries, for all of which keys are transposed once, or of keys
+/// whose gradients it gives: half as many where there would be few tiles, since those of the last
+/// queries and the first keys take the longest.
+fn most_rows(rows: usize, key_heads: usize) -> usize {
+    let tiles = rows.div_ceil(KEYS) * key_heads;
+    if tiles < MANY_TILES { KEYS / 2 } else { KEYS }
+}
 
 /// The fewest rows and heads of a tile of many that make transposing its keys worth it.
 const QUERIES: usize = 16;
@@ -83,7 +99,7 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
             if !pages.is_contiguous() {
                 return Err(Unsupported::Layout(i));
             }
-            if tile::Storage::of(dtype).is_none() {
+            if rows::Storage::of(dtype).is_none() {
                 return super::no_kernel(format!("pages of {dtype}"));
             }
         }
@@ -98,17 +114,20 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
 }
 
 /// Floats of scratch that one tile uses: keys and values transposed, cached keys and values
-/// converted, coefficients (of two products), running maxima and sums. All kernels use the same.
-fn buffers(blocks: &Blocks, width: usize, values: usize, converted: usize) -> [usize; 7] {
-    let rows = blocks.rows.per_tile * blocks.heads;
+/// converted, coefficients (of two products), running maxima and sums of 16 lanes. All
+/// kernels use the same.
+fn buffers(blocks: &Blocks, width: usize, values: usize, converted: usize) -> [usize; 9] {
+    let queries = blocks.rows.per_tile * blocks.heads;
     [
-        width.next_multiple_of(16) * KEYS,
-        values.next_multiple_of(16) * KEYS,
+        rows::transposed(KEYS, width),
+        rows::transposed(KEYS, values),
+        rows::packed(KEYS.max(back::BATCH), width),
+        rows::packed(KEYS.max(back::BATCH), values),
         converted * width,
         converted * values,
-        2 * tile::BATCH.max(CHUNK) * KEYS,
-        rows,
-        rows,
+        2 * CHUNK.max(back::BATCH) * KEYS,
+        queries,
+        queries * LANES,
     ]
 }
 
@@ -116,42 +135,40 @@ fn buffers(blocks: &Blocks, width: usize, values: usize, converted: usize) -> [u
 struct Buffers<'a> {
     keys: &'a mut [f32],
     values: &'a mut [f32],
+    packed_keys: &'a mut [f32],
+    packed_values: &'a mut [f32],
     cached_keys: &'a mut [f32],
     cached_values: &'a mut [f32],
     coefficients: &'a mut [f32],
-    maxima: &'a mut [f32],
-    sums: &'a mut [f32],
+    running: Running<'a>,
 }
 
 impl<'a> Buffers<'a> {
     fn take(operands: &Operands<'_>, mut scratch: Scratch<'a>) -> Buffers<'a> {
         let converted = if operands.prefix.is_some() { KEYS } else { 0 };
         let sizes = buffers(&operands.blocks, operands.width, operands.value_width, converted);
-        let [keys, values, cached_keys, cached_values, coefficients, maxima, sums] =
-            sizes.map(|n| scratch.take(n));
-        Buffers { keys, values, cached_keys, cached_values, coefficients, maxima, sums }
-    }
-}
-
-impl Buffers<'_> {
-    /// Begins the softmax of so many rows and heads: a sink is a logit that every row begins with.
-    #[inline(always)]
-    fn begin(&mut self, o: &Operands<'_>, heads: Range<usize>, count: usize) {
-        self.maxima[..count].fill(f32::NEG_INFINITY);
-        self.sums[..count].fill(0.0);
-        if let Some(sinks) = o.sinks {
-            for i in 0..count {
-                let sink = sinks[heads.start + i % heads.len()];
-                self.maxima[i] = sink;
-                self.sums[i] = if sink == f32::NEG_INFINITY { 0.0 } else { 1.0 };
-            }
+        let [
+            keys,
+            values,
+            packed_keys,
+            packed_values,
+            cached_keys,
+            cached_values,
+            coefficients,
+            maxima,
+            sums,
+        ] = sizes.map(|n| scratch.take(n));
+        let running = Running { maxima, sums };
+        Buffers {
+            keys,
+            values,
+            packed_keys,
+            packed_values,
+            cached_keys,
+            cached_values,
+            coefficients,
+            running,
         }
-    }
-
-    /// The softmax of row `i`.
-    #[inline(always)]
-    fn running(&mut self, i: usize) -> Running<'_> {
-        Running { maximum: &mut self.maxima[i], sum: &mut self.sums[i] }
     }
 }
 
@@ -173,7 +190,7 @@ impl Blocks {
         let (heads, key_heads) = heads;
         let group = heads / key_heads.max(1);
         let quick = TILE_WORK / work.saturating_mul(group).max(1);
-        let most = quick.max(QUERIES.div_ceil(group.max(1))).min(QUERY_ROWS);
+        let most = quick.max(QUERIES.div_ceil(group.max(1))).min(most_rows(rows, key_heads));
         let rows = Tiles::new(rows, rows.div_ceil(seqs.max(1)).clamp(1, most));
         let heads = if rows.count * key_heads == 1 { group.div_ceil(2) } else { group };
         Blocks { rows, heads: heads.max(1), group, key_heads }
@@ -188,12 +205,12 @@ impl Blocks {
         self.rows.count * self.key_heads * self.parts()
     }
 
-    /// The rows, the key head and the query heads of a tile. Later rows see more keys and come
-    /// first.
+    /// The rows, the key head and the query heads of a tile. The tiles of a key head, which read
+    /// the same keys, come together; later rows see more keys and come first.
     fn tile(&self, tile: usize) -> (Range<usize>, usize, Range<usize>) {
-        let per_block = self.key_heads * self.parts();
-        let rows = self.rows.range(self.rows.count - 1 - tile / per_block);
-        let (key_head, part) = (tile % per_block / self.parts(), tile % self.parts());
+        let per_head = self.rows.count * self.parts();
+        let (key_head, block) = (tile / per_head, tile % per_head / self.parts());
+        let (rows, part) = (self.rows.range(self.rows.count - 1 - block), tile % self.parts());
         let first = key_head * self.group;
         let heads = first + part * self.heads..first + ((part + 1) * self.heads).min(self.group);
         (rows, key_head, heads)
@@ -325,20 +342,26 @@ impl<'a> Operands<'a> {
         self.attrs.first_seen(position)
     }
 
-    /// Runs of [`KEYS`] rows, or of slots of all pages, that gradients of keys and values come in.
+    /// Keys of a tile of their gradients.
+    fn gradient_keys(&self) -> usize {
+        most_rows(self.rows, self.key_heads)
+    }
+
+    /// Runs of rows, or of slots of all pages, that gradients of keys and values come in.
     fn key_blocks(&self, wrt: AttentionOperand) -> usize {
+        let keys = self.gradient_keys();
         match (&self.prefix, wrt) {
             (Some(prefix), AttentionOperand::Pages) => {
-                prefix.keys.count.max(prefix.values.count) * prefix.keys.page.div_ceil(KEYS)
+                prefix.keys.count.max(prefix.values.count) * prefix.keys.page.div_ceil(keys)
             }
-            _ => self.rows.div_ceil(KEYS),
+            _ => self.rows.div_ceil(keys),
         }
     }
 
     /// 1 where a tile gives the gradients of keys and values both, which share the logits; 2 where
     /// that takes long.
     fn key_parts(&self) -> usize {
-        let per_row = KEYS * 2 * (self.width + self.value_width);
+        let per_row = self.gradient_keys() * 2 * (self.width + self.value_width);
         let work = self.rows.saturating_mul(self.blocks.group).saturating_mul(per_row);
         if work > TILE_WORK { 2 } else { 1 }
     }

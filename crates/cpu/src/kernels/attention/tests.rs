@@ -3,8 +3,11 @@ use graph::{
     Unsupported, plan,
 };
 
-use super::{Blocks, work};
+use super::product::{Coefficients, add_weighted, multiply};
+use super::rows::{pack, packed, transpose, transposed};
+use super::{Blocks, KEYS, most_rows, work};
 use crate::Cpu;
+use crate::simd::{Isa, LANES, Simd, Task};
 use crate::testing::{Case, Every, Random, assert_close, devices, shape, to_floats};
 
 const CACHES: [DType; 4] =
@@ -413,9 +416,179 @@ fn p7_blocks_are_cut_by_their_work() {
     assert_eq!([0, 1].map(|i| one.tile(i)), [(0..1, 0, 0..5), (0..1, 0, 5..9)]);
     let many = Blocks::new(70, 1, (8, 2), 1 << 10);
     let tiles: Vec<_> = (0..many.count()).map(|i| many.tile(i)).collect();
+    // A key head after the other, later rows first.
     assert_eq!(tiles[0], (64..70, 0, 0..4));
-    assert_eq!(tiles[1], (64..70, 1, 4..8));
+    assert_eq!(tiles[1], (32..64, 0, 0..4));
     assert_eq!(tiles[5], (0..32, 1, 4..8));
+    // Tiles of 64 rows where there are 24 of them.
+    assert_eq!(
+        [(512, 3), (512, 2), (1472, 1), (1473, 1)].map(|(n, h)| most_rows(n, h)),
+        [64, 32, 32, 64]
+    );
+    assert_eq!(blocks(512, 1, (9, 3), 1 << 16), (64, 3, 24));
+}
+
+/// Sums of random rows, some of which some results have: with however many others a result is
+/// computed, its bits are those of a chain over its own sources, and it is all that is written.
+struct Sums<'a> {
+    from: &'a [f32],
+    coefficients: &'a [f32],
+    width: usize,
+    /// Sources of each result.
+    ranges: &'a [std::ops::Range<usize>],
+    factors: &'a [f32],
+    start: &'a [f32],
+}
+
+impl Sums<'_> {
+    const SOURCES: usize = 40;
+
+    fn sources(&self) -> [*const f32; Sums::SOURCES] {
+        std::array::from_fn(|i| self.from[i * self.width..].as_ptr())
+    }
+
+    /// The definition, one result and one lane at a time.
+    fn expected<S: Simd>(&self, s: S) -> Vec<f32> {
+        let mut all = self.start.to_vec();
+        for (r, range) in self.ranges.iter().enumerate() {
+            for w in 0..self.width {
+                let mut sum = s.splat(all[r * self.width + w] * self.factors[r]);
+                for i in range.clone() {
+                    let c = s.splat(self.coefficients[r * Sums::SOURCES + i]);
+                    sum = s.fma(c, s.splat(self.from[i * self.width + w]), sum);
+                }
+                // SAFETY: one element.
+                unsafe { s.store_first(&mut all[r * self.width + w], sum, 1) };
+            }
+        }
+        all
+    }
+}
+
+impl Task for Sums<'_> {
+    type Out = ();
+
+    fn run<S: Simd>(self, s: S) {
+        let (n, width) = (self.ranges.len(), self.width);
+        let mut memory = vec![f32::NAN; packed(Sums::SOURCES, width) + LANES];
+        let at = memory.as_ptr().align_offset(64);
+        let rows: Vec<_> =
+            (0..n).map(|r| self.coefficients[r * Sums::SOURCES..].as_ptr()).collect();
+        let mut got = self.start.to_vec();
+        got.push(f32::NAN);
+        let to: Vec<_> = (0..n).map(|r| got.as_mut_ptr().wrapping_add(r * width)).collect();
+        let c = Coefficients { rows: &rows, step: 1 };
+        // SAFETY: there are as many rows, sources and results, of this width.
+        unsafe {
+            let from = pack(s, &self.sources(), 0..Sums::SOURCES, width, &mut memory[at..]);
+            add_weighted(s, &to, c, from, self.ranges, Some(self.factors), width);
+        }
+        assert!(got.pop().is_some_and(f32::is_nan), "behind the last result");
+        let expected = self.expected(s);
+        for (i, (a, b)) in got.iter().zip(&expected).enumerate() {
+            assert!(a.to_bits() == b.to_bits(), "{n} x {width}, {i}: {a} and {b}");
+        }
+    }
+}
+
+#[test]
+fn a_weighted_sum_is_its_own_whatever_it_is_computed_with() {
+    let mut random = Random(13);
+    for isa in crate::testing::families().filter_map(Isa::of) {
+        for width in [1, 15, 16, 20, 48, 64, 80, 100, 112, 128] {
+            for n in [1, 2, 3, 5, 7, 8, 13, 24, 31] {
+                let mut ranges = vec![0..0; n];
+                for (r, range) in ranges.iter_mut().enumerate() {
+                    let end = 1 + random.below(Sums::SOURCES);
+                    // Causal ones, those of windows, of chunks that meet nowhere, and of nothing.
+                    *range = match (n + width + r / 4) % 4 {
+                        0 => 0..(r + 1).min(Sums::SOURCES),
+                        1 => r.min(30)..(r + 8).min(Sums::SOURCES),
+                        2 => random.below(end)..end,
+                        _ => (r % 2) * 20..(r % 2) * 40,
+                    };
+                }
+                // What a result does not see is poison, as it is after memory was used before.
+                let mut coefficients = random.floats(n * Sums::SOURCES);
+                for (r, range) in ranges.iter().enumerate() {
+                    for i in (0..Sums::SOURCES).filter(|i| !range.contains(i)) {
+                        coefficients[r * Sums::SOURCES + i] = f32::NAN;
+                    }
+                }
+                let (from, start) =
+                    (random.floats(Sums::SOURCES * width), random.floats(n * width));
+                let (factors, ranges) = (random.floats(n), &ranges[..]);
+                let (coefficients, from) = (&coefficients[..], &from[..]);
+                let (factors, start) = (&factors[..], &start[..]);
+                isa.run(Sums { from, coefficients, width, ranges, factors, start });
+            }
+        }
+    }
+}
+
+/// Dot products of rows with some of a tile's keys.
+struct Dots<'a> {
+    keys: &'a [f32],
+    rows: &'a [f32],
+    width: usize,
+    seen: std::ops::Range<usize>,
+}
+
+impl Task for Dots<'_> {
+    type Out = ();
+
+    fn run<S: Simd>(self, s: S) {
+        let (width, n) = (self.width, self.rows.len() / self.width);
+        let at = |i: usize| self.keys[i * width..].as_ptr();
+        let keys: [_; KEYS] = std::array::from_fn(|i| match self.seen.contains(&i) {
+            true => at(i),
+            false => std::ptr::null(),
+        });
+        let mut memory = vec![f32::NAN; transposed(KEYS, width) + LANES];
+        let start = memory.as_ptr().align_offset(64);
+        let vectors = self.seen.start / LANES..self.seen.end.div_ceil(LANES);
+        let mut got = vec![0.5; n * KEYS];
+        let to: Vec<_> = (0..n)
+            .map(|r| got.as_mut_ptr().wrapping_add(r * KEYS + vectors.start * LANES))
+            .collect();
+        let rows: Vec<_> = (0..n).map(|r| self.rows[r * width..].as_ptr()).collect();
+        // SAFETY: there are as many rows and keys, of this width, and results of a tile each.
+        unsafe {
+            let panels = transpose(s, &keys, self.seen.clone(), width, &mut memory[start..]);
+            multiply(s, &to, &rows, panels.skip(vectors.start), width, vectors.len());
+        }
+        for (i, got) in got.iter().enumerate() {
+            let (r, key) = (i / KEYS, i % KEYS);
+            if !(vectors.start * LANES..vectors.end * LANES).contains(&key) {
+                assert!(*got == 0.5, "a vector of keys that are not seen");
+                continue;
+            }
+            let mut sum = s.zero();
+            for d in 0..width {
+                let key = if self.seen.contains(&key) { self.keys[key * width + d] } else { 0.0 };
+                sum = s.fma(s.splat(self.rows[r * width + d]), s.splat(key), sum);
+            }
+            let mut expected = 0.0;
+            // SAFETY: one element.
+            unsafe { s.store_first(&mut expected, sum, 1) };
+            assert!(got.to_bits() == expected.to_bits(), "{n} rows of {width}, key {key}");
+        }
+    }
+}
+
+#[test]
+fn dot_products_are_chains_whatever_they_are_computed_with() {
+    let mut random = Random(14);
+    for isa in crate::testing::families().filter_map(Isa::of) {
+        for width in [1, 16, 20, 64] {
+            for n in [1, 2, 3, 5, 7, 8, 13, 25] {
+                for seen in [0..KEYS, 0..16, 0..33, 20..30, 17..KEYS] {
+                    let (keys, rows) = (random.floats(KEYS * width), random.floats(n * width));
+                    isa.run(Dots { keys: &keys, rows: &rows, width, seen });
+                }
+            }
+        }
+    }
 }
 
 /// Gradients of keys and values have tiles of their own where both together take long: the bits
