@@ -183,15 +183,17 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks of rows no longer than what a sequence has on average, and of no more than
-    /// [`TILE_WORK`] when a row of a head takes up to `work`; where that gives a single tile, two
+    /// Blocks of rows no longer than what a sequence has on average, unless that gives more than
+    /// [`MANY_TILES`], as there may be room for sequences that are not there; and of no more than
+    /// [`TILE_WORK`] when a row of a head takes up to `work`. Where that gives a single tile, two
     /// that split the heads.
     fn new(rows: usize, seqs: usize, heads: (usize, usize), work: usize) -> Blocks {
         let (heads, key_heads) = heads;
         let group = heads / key_heads.max(1);
         let quick = TILE_WORK / work.saturating_mul(group).max(1);
         let most = quick.max(QUERIES.div_ceil(group.max(1))).min(most_rows(rows, key_heads));
-        let rows = Tiles::new(rows, rows.div_ceil(seqs.max(1)).clamp(1, most));
+        let enough = rows.saturating_mul(key_heads) / MANY_TILES;
+        let rows = Tiles::new(rows, rows.div_ceil(seqs.max(1)).max(enough).clamp(1, most));
         let heads = if rows.count * key_heads == 1 { group.div_ceil(2) } else { group };
         Blocks { rows, heads: heads.max(1), group, key_heads }
     }

@@ -426,6 +426,10 @@ fn p7_blocks_are_cut_by_their_work() {
         [64, 32, 32, 64]
     );
     assert_eq!(blocks(512, 1, (9, 3), 1 << 16), (64, 3, 24));
+    // Room for sequences that are not there cuts no more tiles than are wanted.
+    assert_eq!(blocks(512, 64, (9, 3), 1 << 16), (64, 3, 24));
+    assert_eq!(blocks(512, 64, (4, 1), 1 << 16), (21, 4, 25));
+    assert_eq!(blocks(16, 16, (9, 3), 1 << 10), (2, 3, 24));
 }
 
 /// Sums of random rows, some of which some results have: with however many others a result is
