@@ -9,7 +9,7 @@ use graph::{AttentionOperand, Op};
 use super::product::{Coefficients, Panels, add_weighted, multiply};
 use super::queries::{CHUNK, Chunk, Queries};
 use super::rows::{pack, transpose};
-use super::softmax::{Cotangents, Logits, Take, scale};
+use super::softmax::{Cotangents, Logits, Take, scale, weight};
 use super::{Buffers, Heads, KEYS, Operands, SEQS, Sequence};
 use crate::job::Job;
 use crate::simd::{LANES, Simd, Task};
@@ -409,7 +409,7 @@ impl Task for KeyCotangents<'_> {
                     let key = self.base + v * LANES;
                     let logit = back.logits.value(s, s.load(p));
                     let biased = back.logits.biased(s, logit, bias, position, key);
-                    let weight = s.exp(s.sub(biased, lse));
+                    let weight = weight(s, s.sub(biased, lse));
                     s.store(p, weight);
                     if self.with_ds {
                         let v = s.mul(weight, s.sub(s.load(ds), delta));

@@ -118,6 +118,17 @@ impl Running<'_> {
     }
 }
 
+/// The least `x` whose weight [`weight`] is not 0: `e^x` beside a weight of 1 is far below what f32
+/// shows.
+const LEAST: f32 = -64.0;
+
+/// The weight `e^x`, or 0 where that is next to nothing: its products with small numbers would be
+/// subnormal, each of which takes a processor as long as a hundred others.
+#[inline(always)]
+pub(super) fn weight<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    s.select(s.lt(x, s.splat(LEAST)), s.zero(), s.exp(x))
+}
+
 /// What becomes cotangents of dot products.
 pub(super) struct Cotangents<'a> {
     /// Dot products of each query's cotangent with the values, [`KEYS`] each; they become what its
@@ -167,7 +178,7 @@ impl Task for Take<'_, '_> {
                 let new = s.max(old, s.load_first(highest[r..].as_ptr(), n - r));
                 // Nothing changes under an equal maximum, minus infinity too.
                 let same = s.eq(old, new);
-                let factor = s.select(same, s.splat(1.0), s.exp(s.sub(old, new)));
+                let factor = s.select(same, s.splat(1.0), weight(s, s.sub(old, new)));
                 s.store_first(at, new, n - r);
                 s.store_first(self.factors[r..].as_mut_ptr(), factor, n - r);
             }
@@ -238,7 +249,7 @@ impl Take<'_, '_> {
             for v in 0..V {
                 let at = row.add(v * LANES);
                 // 0 of what is hidden, unless there is nothing to see that is finite.
-                let mut weight = s.exp(s.sub(s.load(at), max));
+                let mut weight = weight(s, s.sub(s.load(at), max));
                 sum = s.add(sum, weight);
                 if let Some(c) = &self.cotangents {
                     let factor = c.products[r * KEYS + v * LANES..][..LANES].as_ptr();

@@ -640,6 +640,41 @@ fn long_gradients_of_keys_and_values_come_apart() {
     }
 }
 
+/// Logits far apart give weights that no sum of f32 shows: they are 0, and neither they nor their
+/// products with small cotangents are subnormal.
+#[test]
+fn weights_next_to_nothing_are_nothing() {
+    let mut s = setups().swap_remove(1);
+    (s.heads, s.key_heads, s.width, s.value_width) = (2, 1, 16, 16);
+    (s.attrs.scale, s.attrs.window) = (Real::new(1.0), None);
+    let mut seq = Sequence::new(&s, 150, &mut Random(15));
+    for x in &mut seq.q {
+        *x *= 15.0;
+    }
+    let dout: Vec<f32> = Random(16).floats(150 * 2 * 16).iter().map(|x| x * 1e-8).collect();
+    for cpu in families() {
+        let part = Part { seq: &seq, from: 0, to: 150 };
+        let mut built = build(&cpu, &s, &[part], 16, &mut Random(17));
+        let (rows, start) = (built.rows, built.starts[0]);
+        let mut all = vec![0.0; rows * 32];
+        all[start * 32..][..dout.len()].copy_from_slice(&dout);
+        let out = built.forward(s.attrs(true));
+        let delta = built.case.floats("delta", &[rows, 2], &vec![0.0; rows * 2]);
+        let dout = built.case.floats("dout", &[rows, 2, 16], &all);
+        let [q, k, v, _] = built.back(s.attrs(true), delta, dout);
+        let results = built.case.run(&cpu, &[out, q, k, v]).unwrap();
+        for (i, result) in results.iter().enumerate() {
+            let all = to_floats(result);
+            let subnormal = all.iter().filter(|x| x.is_subnormal()).count();
+            assert_eq!(subnormal, 0, "{cpu:?}, result {i}");
+            assert!(all.iter().any(|&x| x != 0.0));
+        }
+        // As keys of which no row takes notice show, there are such weights.
+        let dv = to_floats(&results[3]);
+        assert!(dv[start * 16..][..150 * 16].chunks(16).any(|key| key.iter().all(|&x| x == 0.0)));
+    }
+}
+
 /// Without pages, the rows of a sequence are all there is; bits are the same.
 #[test]
 fn sequences_without_pages_are_the_same() {
