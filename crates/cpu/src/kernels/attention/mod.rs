@@ -344,9 +344,12 @@ impl<'a> Operands<'a> {
         self.attrs.first_seen(position)
     }
 
-    /// Keys of a tile of their gradients.
+    /// Keys of a tile of their gradients: fewer where a row sees not many more, as all keys of a
+    /// tile are multiplied with all rows that see some of them.
     fn gradient_keys(&self) -> usize {
-        most_rows(self.rows, self.key_heads)
+        let all = self.attrs.window.into_iter().chain(self.attrs.chunk);
+        let near = all.min().is_some_and(|n| (n as usize) < 8 * KEYS);
+        if near { KEYS / 2 } else { most_rows(self.rows, self.key_heads) }
     }
 
     /// Runs of rows, or of slots of all pages, that gradients of keys and values come in.
