@@ -117,6 +117,7 @@ def main():
     parser.add_argument("-r", "--runs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of the training window")
     parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
+    parser.add_argument("--grad-precision", default="auto", help="of Gradus: f32, bf16, int16")
     parser.add_argument("--recompute", action="store_true", help="Gradus recomputes each layer")
     parser.add_argument("--out", help="where to write everything as JSON")
     args = parser.parse_args()
@@ -144,6 +145,7 @@ def main():
                 "gradus": [
                     *[args.gradus, "bench", "-m", model, "--train", "-p", window],
                     *["-t", threads, "--json", "-r", "3", "--rank", str(args.rank)],
+                    *["--grad-precision", args.grad_precision],
                     *(["--recompute", "per-layer"] if args.recompute else []),
                 ]
             }

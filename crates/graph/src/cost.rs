@@ -10,6 +10,8 @@ pub struct Cost {
     pub float: f64,
     /// The same of 8-bit blocks.
     pub block: f64,
+    /// The same of what a rounded gradient passes: rows of bf16 or int16 times blocks.
+    pub rounded: f64,
     /// Exponentials, and functions that take about as long.
     pub functions: f64,
     /// Bytes that are read and written by everything that is no product.
@@ -20,6 +22,7 @@ impl std::ops::AddAssign for Cost {
     fn add_assign(&mut self, other: Cost) {
         self.float += other.float;
         self.block += other.block;
+        self.rounded += other.rounded;
         self.functions += other.functions;
         self.bytes += other.bytes;
     }
@@ -52,9 +55,10 @@ fn of_step(step: &Step) -> Cost {
     let cols = |i: usize| step.args.get(i).map_or(1.0, |a| a.arg.shape.cols() as f64);
     let out = step.out.arg.shape.elements() as f64;
     let float = |float: f64| Cost { float, ..Cost::default() };
-    // An 8-bit left operand makes a product one of blocks.
+    // The left operand says what is multiplied: one of 8 bits, blocks.
     let product = |n: f64| match step.args.first().map(|a| a.arg.dtype) {
-        Some(DType::F32 | DType::F16 | DType::BF16 | DType::Int16Rows) | None => float(n),
+        Some(DType::F32 | DType::F16) | None => float(n),
+        Some(DType::BF16 | DType::Int16Rows) => Cost { rounded: n, ..Cost::default() },
         Some(_) => Cost { block: n, ..Cost::default() },
     };
     // A and B of the slots lie after the operands that all have.

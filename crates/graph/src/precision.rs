@@ -36,7 +36,7 @@ impl GradPrecision {
     }
 
     /// The type that the cotangents of products are brought to.
-    fn dtype(self) -> DType {
+    pub fn dtype(self) -> DType {
         match self {
             GradPrecision::F32 => DType::F32,
             GradPrecision::Bf16 => DType::BF16,

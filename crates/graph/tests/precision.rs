@@ -12,7 +12,7 @@ mod common;
 use gguf::TensorType;
 use gradus_graph::*;
 
-use common::shape;
+use common::{any_layout, shape};
 
 /// Two projections, one of blocks and one of f16, and their gradient for `x`.
 fn differentiated() -> (Graph, Vec<NodeId>) {
@@ -77,4 +77,18 @@ fn an_output_of_another_graph_is_invalid() {
     let mut larger = graph.clone();
     outputs.push(larger.fill(1.0, shape(&[2])).unwrap());
     assert!(grad_precision(graph, outputs, GradPrecision::Bf16).is_err());
+}
+
+/// What a gradient costs is told by what it is multiplied in.
+#[test]
+fn costs_follow_the_precision() {
+    for precision in GradPrecision::ALL {
+        let (graph, outputs) = differentiated();
+        let (graph, outputs) = grad_precision(graph, outputs, precision).unwrap();
+        let cost = Cost::of(&plan(&graph, &outputs, &any_layout()).unwrap());
+        let [blocks, floats] = [3 * 64 * 32, 3 * 64 * 8].map(f64::from);
+        let rounded = if precision == GradPrecision::F32 { 0.0 } else { blocks };
+        assert_eq!((cost.block, cost.rounded), (blocks, rounded));
+        assert_eq!(cost.float, 2.0 * floats + blocks - rounded);
+    }
 }

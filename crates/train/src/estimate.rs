@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use graph::{
-    Binary, Cost, DType, Device, Graph, HostTensor, Leaf, NodeId, Op, Segment, Shape, Unary,
+    Binary, Cost, DType, Device, GradPrecision, Graph, HostTensor, Leaf, NodeId, Op, Segment,
+    Shape, Unary,
 };
 
 use crate::{Error, Result};
@@ -15,6 +16,8 @@ pub struct Rates {
     pub float: f64,
     /// The same of 8-bit blocks, a second.
     pub block: f64,
+    /// The same of gradients through blocks in the precision that is fastest, a second.
+    pub rounded: f64,
     /// Exponentials a second.
     pub functions: f64,
     /// Bytes read and written, a second.
@@ -25,6 +28,7 @@ impl Rates {
     /// Seconds that something takes.
     pub fn seconds(&self, cost: &Cost) -> f64 {
         let products = cost.float / self.float + cost.block / self.block;
+        let products = products + cost.rounded / self.rounded;
         products + cost.functions / self.functions + cost.bytes / self.bytes
     }
 
@@ -59,6 +63,18 @@ impl Rates {
         let leaves = [Leaf::Host(&rows), Leaf::Resident(resident.as_ref())];
         let block_rate = madds / time(device, &block, y, &leaves)?;
 
+        let rounded_rate = match device.grad_precision() {
+            GradPrecision::F32 => float_rate,
+            precision => {
+                let mut rounded = Graph::new();
+                let a = rounded.leaf("a", shape(&[ROWS, WIDTH])?, DType::F32)?;
+                let w = rounded.weight("w", of, ty)?;
+                let cast = rounded.cast(a, precision.dtype())?;
+                let y = rounded.push(Op::MatMul { ta: false, tb: false }, &[cast, w], "y")?;
+                madds / time(device, &rounded, y, &leaves)?
+            }
+        };
+
         let mut sum = Graph::new();
         let n = 1 << 21;
         let a = sum.leaf("a", shape(&[n])?, DType::F32)?;
@@ -74,7 +90,8 @@ impl Rates {
         let a = exp.leaf("a", shape(&[n])?, DType::F32)?;
         let y = exp.push(Op::Unary(Unary::Exp), &[a], "y")?;
         let functions = n as f64 / time(device, &exp, y, &[Leaf::Host(&leaf(&vec![0.5; n]))])?;
-        Ok(Rates { float: float_rate, block: block_rate, functions, bytes })
+        let (float, block, rounded) = (float_rate, block_rate, rounded_rate);
+        Ok(Rates { float, block, rounded, functions, bytes })
     }
 }
 
