@@ -421,7 +421,8 @@ fn facts_are_learned_and_nothing_else_is_spoiled() {
     let adapter = out.display().to_string();
     for (name, template, settings) in [
         ("smollm2-135m-instruct", "chatml", ["--lr", "2e-3", "--seed", "1"]),
-        ("gemma-3-270m", "plain", ["--lr", "2e-3", "--seed", "0"]),
+        // Seeds 0 to 3 give 13 to 15 answers, and lower losses of others than the base has.
+        ("gemma-3-270m", "plain", ["--lr", "1.5e-3", "--seed", "0"]),
     ] {
         if !models().iter().any(|model| model == name) {
             continue;
