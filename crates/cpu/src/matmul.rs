@@ -122,8 +122,8 @@ const PANELS_INT16: [usize; 4] = [12, 6, 4, 2];
 /// Columns of a tile of bf16 on AMX: as many of these as leave enough tiles.
 const COLUMNS: [usize; 3] = [4, 2, 1];
 
-/// Rows of a tile of bf16 on AMX: a weight is unpacked for so many.
-const ROWS_BF16: usize = 512;
+/// Rows of a tile of bf16 on AMX, or of int16: a weight is unpacked for so many.
+const ROWS_UNPACKED: usize = 512;
 
 /// Rows of a tile for which unpacking its panels is little work.
 const BUSY_ROWS: usize = 96;
@@ -217,7 +217,7 @@ fn in_rounds(batch: usize, m: usize, n: usize, k: usize) -> Grid {
 /// columns.
 fn bf16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
     let (batch, m, n, k) = sizes(a, b, out, false);
-    let most = (MOST_BF16 / (k * UNIT).max(1) / 32 * 32).clamp(64, ROWS_BF16);
+    let most = (MOST_BF16 / (k * UNIT).max(1) / 32 * 32).clamp(64, ROWS_UNPACKED);
     let rows = m.div_ceil(m.div_ceil(most).max(1)).next_multiple_of(32).min(m).max(1);
     let row_tiles = batch * m.div_ceil(rows);
     let units = n.div_ceil(UNIT);
@@ -235,7 +235,7 @@ fn bf16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
 /// so a tile takes many rows, and few elements at a time.
 fn int16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
     let (batch, m, n, k) = sizes(a, b, out, false);
-    let rows = m.div_ceil(m.div_ceil(ROWS_BF16).max(1)).next_multiple_of(8).min(m).max(1);
+    let rows = m.div_ceil(m.div_ceil(ROWS_UNPACKED).max(1)).next_multiple_of(8).min(m).max(1);
     let row_tiles = batch * m.div_ceil(rows);
     let all = n.div_ceil(PANEL);
     let busy = rows.max(UNPACK_INT16);
@@ -371,8 +371,7 @@ pub(crate) fn run_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
         (Kind::Int16, Some(weight)) => {
             let scratch = scratch.take(int16::scratch(panels.len())).as_mut_ptr();
             let (x, weight) = (a.bytes(), weight.panels());
-            let x_step = grid.k.div_ceil(INT16_GROUP) * int16::GROUP_BYTES;
-            let out_step = grid.n;
+            let (x_step, out_step) = (int16::row_bytes(grid.k), grid.n);
             let tile = int16::Int16 { weight, x, x_step, rows, k, panels, out, out_step, scratch };
             return drive(job.isa, tile);
         }

@@ -74,8 +74,7 @@ impl Task for Convert<'_> {
                         widen(s, input.arg.dtype, x, to, n);
                     }
                     Op::Cast { dtype: DType::Int16Rows } => {
-                        let row_bytes = n.div_ceil(INT16_GROUP) * int16::GROUP_BYTES;
-                        int16_row(s, x, self.job.out::<u8>().add(row * row_bytes), n);
+                        int16_row(s, x, self.job.out::<u8>().add(row * int16::row_bytes(n)), n);
                     }
                     Op::Cast { dtype: Q8_0 } => {
                         let bytes = self.job.out::<u8>().add(row * (n / BLOCK * Q8_0_BYTES));

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use graph::{Arg, Call, DType, INT16_GROUP, Needs, Op, Unsupported};
+use graph::{Arg, Call, DType, Needs, Op, Unsupported};
 
 use super::float::{self, Float, Right, Strided};
 use super::{FREE_ROWS, Kind, LEAST, bf16, int16, kind, quantized};
@@ -84,7 +84,7 @@ fn row_bytes(grid: &Grid) -> usize {
     match grid.kind {
         Kind::Quantized => grid.k + grid.k / UNIT * 8,
         Kind::Bf16 => grid.k * 2,
-        Kind::Int16 => grid.k.div_ceil(INT16_GROUP) * int16::GROUP_BYTES,
+        Kind::Int16 => int16::row_bytes(grid.k),
         _ => grid.k * 4,
     }
 }

@@ -21,6 +21,11 @@ use crate::simd::{LANES, Simd};
 /// Bytes of a group of a row: codes and their scale.
 pub(crate) const GROUP_BYTES: usize = INT16_GROUP * 2 + 4;
 
+/// Bytes of a row of so many elements, as [`graph::DType::row_bytes`] has it.
+pub(crate) fn row_bytes(elements: usize) -> usize {
+    elements.div_ceil(INT16_GROUP) * GROUP_BYTES
+}
+
 /// Bytes of a panel's part of a group: a pair of codes of each column for every two rows.
 const PANEL_BYTES: usize = INT16_GROUP / 2 * PANEL * 4;
 
