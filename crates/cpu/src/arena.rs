@@ -125,12 +125,14 @@ impl CpuArena {
         self.high_water = self.high_water.max(end);
     }
 
-    /// What the bytes outside of a range are.
+    /// What the bytes outside of some ranges are; 0 in place of theirs.
     #[cfg(test)]
-    pub(crate) fn outside(&self, range: &Range<usize>) -> Vec<u8> {
+    pub(crate) fn outside(&self, ranges: &[Range<usize>]) -> Vec<u8> {
         // SAFETY: the arena's own bytes, which nobody writes while it is borrowed.
         let all = unsafe { std::slice::from_raw_parts(self.memory.ptr(), self.memory.len()) };
-        [&all[..range.start], &all[range.end..]].concat()
+        let mut all = all.to_vec();
+        ranges.iter().for_each(|range| all[range.clone()].fill(0));
+        all
     }
 
     /// The first byte.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use graph::{
     Arena, Arg, Call, Code, DType, Device, Error, Fault, GradPrecision, HostTensor, Invalid, Leaf,
-    LeafSlot, Needs, Operand, Place, Plan, Progress, Resident, Segment, Stop, Unsupported,
+    LeafSlot, Needs, Operand, Place, Plan, Progress, Resident, Segment, Step, Stop, Unsupported,
 };
 
 use crate::arena::{ALIGN, CpuArena, Memory};
@@ -294,25 +294,30 @@ impl<'r> Run<'r> {
             for operand in &step.args {
                 inputs.push(self.bind(arena, operand).map_err(fault)?);
             }
-            let (to, end) = output(arena, &step.out).map_err(fault)?;
-            // SAFETY: `output` has checked the place, and the planner gives a result no storage
-            // that an operand of its step has.
-            let job = unsafe { Job::new(&step.op, &inputs, step.out.arg, to, self.isa) };
+            let own = own(arena, step).map_err(fault)?;
+            let [to, kept] = own.clone().map(|bytes| arena.ptr().wrapping_add(bytes.start));
+            // SAFETY: `own` has found both places in the arena, and apart from each other and from
+            // the operands.
+            let job = unsafe { Job::new(&step.op, &inputs, step.out.arg, to, kept, self.isa) };
             kernels::check(&job)
                 .map_err(|what| Fault::new(Code::IndexOutOfRange, &*step.name, what))?;
             if step.out.arg.shape.elements() == 0 {
                 continue;
             }
-            arena.wrote(end);
+            arena.wrote(own[0].end.max(own[1].end));
             let round = kernels::tiles(&job);
             let tiles = round * kernels::rounds(&job);
             if begin >= tiles {
                 continue;
             }
             #[cfg(test)]
-            let (own, others) = {
-                let start = to as usize - arena.ptr() as usize;
-                (start..end, arena.outside(&(start..end)))
+            let others = {
+                if begin == 0 {
+                    // What no round has left shows.
+                    // SAFETY: nobody has the arena, of which this is a part.
+                    unsafe { kept.write_bytes(0xff, own[1].len()) };
+                }
+                arena.outside(&own)
             };
             let mut at = begin;
             while at < tiles {
@@ -409,19 +414,29 @@ impl<'r> Run<'r> {
     }
 }
 
-/// Where a result goes, and the end of its bytes in the arena.
-fn output(arena: &mut CpuArena, out: &Operand) -> Result<(*mut u8, usize), &'static str> {
-    let Place::Arena { start, len } = out.place else {
+/// The bytes of the arena that are a step's own: its result's, and what it keeps.
+fn own(arena: &CpuArena, step: &Step) -> Result<[Range<usize>; 2], &'static str> {
+    let Place::Arena { start, len } = step.out.place else {
         return Err("a result is placed in a leaf");
     };
-    let bytes = out.arg.shape.bytes(out.arg.dtype);
-    let end = start.checked_add(len).filter(|&end| end <= arena.bytes());
-    match end {
-        Some(end) if bytes.is_some_and(|b| b <= len) && start.is_multiple_of(ALIGN) => {
-            Ok((arena.ptr().wrapping_add(start), end))
-        }
-        _ => Err("a result is outside of the arena"),
+    let bytes = step.out.arg.shape.bytes(step.out.arg.dtype);
+    let fits = bytes.is_some_and(|bytes| bytes <= len);
+    let end = start.checked_add(len).filter(|_| fits).ok_or("a result has no room")?;
+    let own = [start..end, step.kept.clone()];
+    let whole = |r: &Range<usize>| r.start.is_multiple_of(ALIGN) && r.end <= arena.bytes();
+    if !own.iter().all(whole) {
+        return Err("a result is outside of the arena");
     }
+    let apart = |a: &Range<usize>, b: &Range<usize>| {
+        a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start
+    };
+    let read = step.args.iter().filter_map(|operand| match operand.place {
+        Place::Arena { start, len } => Some(start..start.saturating_add(len)),
+        Place::Leaf(_) => None,
+    });
+    let [out, kept] = &own;
+    let alone = read.clone().all(|r| apart(&r, out) && apart(&r, kept)) && apart(out, kept);
+    if alone { Ok(own) } else { Err("a result is placed where an operand is") }
 }
 
 #[cfg(test)]

@@ -114,28 +114,31 @@ pub(crate) struct Job<'a> {
     pub(crate) out: Arg,
     /// The result's bytes, at a multiple of 64.
     to: *mut u8,
+    /// What `supports` asked to be kept, at a multiple of 64.
+    kept: *mut u8,
     pub(crate) isa: Isa,
 }
 
 // SAFETY: a job is shared by the threads that run its tiles. Operands are only read; each tile
-// writes elements of the result that no other tile touches.
+// writes elements of the result, and of what is kept, that no other tile of its round touches.
 unsafe impl Sync for Job<'_> {}
 
 impl<'a> Job<'a> {
-    /// A job writing its result to `to`.
+    /// A job writing its result to `to`, and to `kept` what a round leaves to the next.
     ///
     /// # Safety
     /// `to` must be valid for writes of the whole result during `'a`, be aligned to 64, and not
-    /// overlap the operands; `inputs` and `out` must be what the shape rule of `op` and
+    /// overlap the operands; so must `kept`, of the bytes that `supports` declared; `inputs` and `out` must be what the shape rule of `op` and
     /// `supports` accept.
     pub(crate) unsafe fn new(
         op: &'a Op,
         inputs: &'a [Input<'a>],
         out: Arg,
         to: *mut u8,
+        kept: *mut u8,
         isa: Isa,
     ) -> Job<'a> {
-        Job { op, inputs, out, to, isa }
+        Job { op, inputs, out, to, kept, isa }
     }
 
     /// Operand `i`.
@@ -148,6 +151,12 @@ impl<'a> Job<'a> {
     #[inline(always)]
     pub(crate) fn out<T>(&self) -> *mut T {
         self.to.cast()
+    }
+
+    /// The first float of what is kept from round to round. In the first it may be anything.
+    #[inline(always)]
+    pub(crate) fn kept(&self) -> *mut f32 {
+        self.kept.cast()
     }
 
     /// The first element of row `i` of a result of element type.

@@ -315,7 +315,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
         }
         Kind::Int16 => int16::scratch(int16_grid(a, b, &call.out).panels),
     };
-    Ok(Needs { scratch: scratch_bytes(&[floats]) })
+    Ok(Needs { scratch: scratch_bytes(&[floats]), kept: 0 })
 }
 
 /// A job's product: its kind, grid, and whether the operands are transposed.

@@ -229,7 +229,7 @@ pub(crate) fn tiles(op: &Op, operands: &[&[usize]], ints: &[usize]) -> usize {
         args.iter().map(|&id| unsafe { Input::memory(of(id), std::ptr::null()) }).collect();
     let (to, isa) = (std::ptr::null_mut(), Isa::of(Family::Portable).unwrap());
     // SAFETY: as above.
-    crate::kernels::tiles(&unsafe { Job::new(op, &inputs, of(y), to, isa) })
+    crate::kernels::tiles(&unsafe { Job::new(op, &inputs, of(y), to, to, isa) })
 }
 
 fn read(plan: &Plan, arena: &dyn Arena) -> Result<Vec<Vec<u8>>, Fault> {

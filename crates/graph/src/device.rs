@@ -53,6 +53,8 @@ pub struct Call<'a> {
 pub struct Needs {
     /// Scratch bytes per worker thread while the call runs.
     pub scratch: usize,
+    /// Bytes of the arena that are the call's own until its last tile is done, be it stopped before.
+    pub kept: usize,
 }
 
 /// Why a device does not run a call.

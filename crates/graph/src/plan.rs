@@ -42,6 +42,8 @@ pub struct Step {
     pub args: Vec<Operand>,
     /// The result: contiguous, in the arena. A copied reshape has its source's shape here.
     pub out: Operand,
+    /// The bytes of the arena that it keeps between its tiles: [`Needs::kept`](crate::Needs).
+    pub kept: Range<usize>,
 }
 
 /// A leaf a run must bind.
@@ -403,19 +405,26 @@ pub(crate) fn no_kernel(
     .into()
 }
 
-/// A value's storage: which steps it must survive, and how many bytes.
+/// A value's storage, or what a step keeps: which steps it must survive, and how many bytes.
 struct Life {
     node: NodeId,
+    kept: bool,
     from: usize,
     to: usize,
     bytes: usize,
 }
 
-/// Gives every stored value a place: the largest first, each at the lowest offset where it
+/// Where in the arena the values of nodes are, and what their steps keep.
+struct Starts {
+    values: Vec<usize>,
+    kept: Vec<usize>,
+}
+
+/// Gives all that is stored a place: the largest first, each at the lowest offset where it
 /// overlaps nothing that lives at the same time.
-fn assign(lives: &mut [Life], n: usize) -> (Vec<usize>, usize) {
-    lives.sort_by(|a, b| b.bytes.cmp(&a.bytes).then(a.from.cmp(&b.from)).then(a.node.cmp(&b.node)));
-    let mut starts = vec![0; n];
+fn assign(lives: &mut [Life], n: usize) -> (Starts, usize) {
+    lives.sort_by_key(|l| (std::cmp::Reverse(l.bytes), l.from, l.node, l.kept));
+    let mut starts = Starts { values: vec![0; n], kept: vec![0; n] };
     let mut high = 0;
     // Placed so far, by offset.
     let mut placed: Vec<(usize, usize, usize, usize)> = Vec::with_capacity(lives.len());
@@ -430,7 +439,8 @@ fn assign(lives: &mut [Life], n: usize) -> (Vec<usize>, usize) {
             }
             at = at.max(end.next_multiple_of(ALIGN));
         }
-        if let Some(s) = starts.get_mut(life.node.index()) {
+        let of = if life.kept { &mut starts.kept } else { &mut starts.values };
+        if let Some(s) = of.get_mut(life.node.index()) {
             *s = at;
         }
         high = high.max(at + life.bytes);
@@ -473,28 +483,30 @@ fn lay_out(
         let node = graph.node(id);
         node.shape.bytes(node.dtype).unwrap_or(0)
     };
-    let mut lives: Vec<Life> = order
-        .iter()
-        .map(|&node| Life {
-            node,
-            from: get(&position, node),
-            to: get(&last, node),
-            bytes: bytes(node),
-        })
-        .collect();
+    let mut lives = Vec::with_capacity(order.len());
+    let mut calls = Vec::with_capacity(order.len());
+    for &node in order {
+        let call = views.call(graph, node);
+        let (op, args, out) = &call;
+        let needs = device
+            .supports(&Call { op, args, out: *out })
+            .map_err(|u| no_kernel(graph, node, op, None, device, format!("{u:?}")))
+            .map_err(|error| Blocked { node: Some(node), error })?;
+        let (from, to) = (get(&position, node), get(&last, node));
+        lives.push(Life { node, kept: false, from, to, bytes: bytes(node) });
+        if needs.kept > 0 {
+            lives.push(Life { node, kept: true, from, to: from, bytes: needs.kept });
+        }
+        calls.push((call, needs));
+    }
     let (starts, arena_bytes) = assign(&mut lives, n);
 
     let mut leaves: Vec<LeafSlot> = Vec::new();
     let mut leaf_slot = vec![None; n];
     let mut steps = Vec::with_capacity(order.len());
     let (mut scratch_bytes, mut copies) = (0, 0);
-    for &id in order {
+    for (&id, ((op, args, out), needs)) in order.iter().zip(calls) {
         let node = graph.node(id);
-        let (op, args, out) = views.call(graph, id);
-        let needs = device
-            .supports(&Call { op, args: &args, out })
-            .map_err(|u| no_kernel(graph, id, op, None, device, format!("{u:?}")))
-            .map_err(|error| Blocked { node: Some(id), error })?;
         scratch_bytes = scratch_bytes.max(needs.scratch);
         copies += usize::from(matches!(op, Op::Copy) && !matches!(node.op, Op::Copy));
         let mut operands = Vec::with_capacity(args.len());
@@ -521,26 +533,28 @@ fn lay_out(
                 };
                 Place::Leaf(slot)
             } else {
-                Place::Arena { start: get(&starts, base), len: bytes(base) }
+                Place::Arena { start: get(&starts.values, base), len: bytes(base) }
             };
             operands.push(Operand { place, arg: *arg });
         }
+        let kept = get(&starts.kept, id);
         steps.push(Step {
             op: op.clone(),
             node: id,
             name: node.name.clone(),
             args: operands,
             out: Operand {
-                place: Place::Arena { start: get(&starts, id), len: bytes(id) },
+                place: Place::Arena { start: get(&starts.values, id), len: bytes(id) },
                 arg: out,
             },
+            kept: kept..kept + needs.kept,
         });
     }
     let outputs = outputs
         .iter()
         .map(|&id| {
             let node = graph.node(id);
-            let start = get(&starts, id);
+            let start = get(&starts.values, id);
             OutputSlot {
                 node: id,
                 dtype: node.dtype,

@@ -127,9 +127,34 @@ fn scratch_is_the_most_a_step_needs() {
     let y = b.tanh(x);
     let z = b.op(Op::Binary(Binary::Add), &[y, x]);
     let w = b.tanh(z);
-    let device = TestDevice(|c: &Call<'_>| Ok(Needs { scratch: 100 * c.args.len() }));
+    let device = TestDevice(|c: &Call<'_>| Ok(Needs { scratch: 100 * c.args.len(), kept: 0 }));
     assert_eq!(planned(&b.g, &[w], &device).scratch_bytes, 200);
     assert_eq!(planned(&b.g, &[y], &device).scratch_bytes, 100);
+}
+
+/// What a step keeps is nobody else's while it runs, and anybody's after.
+#[test]
+fn what_a_step_keeps_lies_beside_its_operands_and_its_result() {
+    let mut b = Build::new();
+    let x = b.leaf(&[16]);
+    let y = b.tanh(x);
+    let z = b.op(Op::Binary(Binary::Add), &[y, x]);
+    let w = b.tanh(z);
+    let device = TestDevice(|c: &Call<'_>| {
+        let kept = if matches!(c.op, Op::Binary(_)) { 100 } else { 0 };
+        Ok(Needs { scratch: 0, kept })
+    });
+    let plan = planned(&b.g, &[w], &device);
+    assert_eq!(plan.arena_bytes, 100_usize.next_multiple_of(64) + 2 * 64);
+    let [first, sum, last] = &plan.steps[..] else { panic!("{} steps", plan.steps.len()) };
+    assert_eq!((first.kept.len(), sum.kept.len(), last.kept.len()), (0, 100, 0));
+    for place in [sum.args[0].place, sum.out.place] {
+        let Place::Arena { start, len } = place else { panic!("{place:?}") };
+        assert!(start >= sum.kept.end || start + len <= sum.kept.start, "{:?}", plan.steps);
+    }
+    // The place is free again: nothing is larger for it.
+    let Place::Arena { start, .. } = last.out.place else { panic!("no value") };
+    assert_eq!(start, sum.kept.start);
 }
 
 #[test]

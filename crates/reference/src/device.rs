@@ -225,7 +225,7 @@ impl Device for Reference {
         if matches!(call.op, Op::Leaf) || call.op.is_view() {
             return Err(Unsupported::Kernel(format!("{} as a step", call.op.name())));
         }
-        Ok(Needs { scratch: 0 })
+        Ok(Needs::default())
     }
 
     fn load(&self, tensor: &HostTensor<'_>) -> Result<Arc<dyn Resident>, Fault> {

@@ -42,7 +42,7 @@ fn no_kernel<T>(what: impl Into<String>) -> Result<T, Unsupported> {
 
 /// Scratch for buffers of so many floats.
 fn needs(buffers: &[usize]) -> Needs {
-    Needs { scratch: crate::job::scratch_bytes(buffers) }
+    Needs { scratch: crate::job::scratch_bytes(buffers), kept: 0 }
 }
 
 /// Operand `i`.
@@ -168,6 +168,9 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
 pub(crate) fn rounds(job: &Job<'_>) -> usize {
     match job.op {
         Op::MatMul { .. } => matmul::rounds(job),
+        Op::Attention(_) | Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => {
+            attention::rounds(job)
+        }
         _ => 1,
     }
 }

@@ -106,7 +106,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
         (Op::MatMulExperts { tb }, [x, w, ids]) => {
             let grid = grid(call.args, &call.out, *tb)?;
             chosen(x, 0, ids)?;
-            Ok(Needs { scratch: scratch_bytes(&parts(&grid, w)) })
+            Ok(Needs { scratch: scratch_bytes(&parts(&grid, w)), kept: 0 })
         }
         (Op::ExpertOuter { .. }, [a, b, ids]) => {
             for (i, x) in [a, b].into_iter().enumerate() {
@@ -115,7 +115,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
                 }
                 chosen(x, i, ids)?;
             }
-            Ok(Needs { scratch: scratch_bytes(&outer_parts()) })
+            Ok(Needs { scratch: scratch_bytes(&outer_parts()), kept: 0 })
         }
         _ => Err(Unsupported::Kernel(format!("{} with experts", call.op.name()))),
     }

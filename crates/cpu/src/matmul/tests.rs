@@ -48,8 +48,8 @@ fn multiply(isa: Isa, op: Op, a: (Arg, Data<'_>), b: (Arg, Data<'_>), out: &[usi
     let count = out.shape.elements();
     let mut result = vec![Line([0xff; 64]); (count * 4).div_ceil(64) + 1];
     let to = result.as_mut_ptr().cast::<u8>();
-    // SAFETY: `to` has room for the result.
-    let job = unsafe { Job::new(&op, &inputs, out, to, isa) };
+    // SAFETY: `to` has room for the result; products keep nothing.
+    let job = unsafe { Job::new(&op, &inputs, out, to, std::ptr::null_mut(), isa) };
     let round = tiles(&job);
     for tile in (0..rounds(&job)).flat_map(|i| (i * round..(i + 1) * round).rev()) {
         let mut scratch = vec![Line([0xff; 64]); needs.scratch.div_ceil(64) + 1];

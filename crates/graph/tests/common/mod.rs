@@ -73,7 +73,7 @@ pub fn picky(seed: u64) -> impl Device {
                 return Err(Unsupported::Layout(i));
             }
         }
-        Ok(Needs { scratch: call.args.len() })
+        Ok(Needs { scratch: call.args.len(), kept: 0 })
     })
 }
 

@@ -64,8 +64,8 @@ impl Task for BackQ<'_> {
     fn run<S: Simd>(mut self, s: S) {
         let o = self.o;
         let back = Back::new(self.job, o);
-        let (rows, key_head, heads) = o.blocks.tile(self.tile);
-        for row in rows.clone() {
+        let (round, rows, key_head, heads) = o.blocks.tile(self.tile);
+        for row in rows.clone().filter(|_| round == 0) {
             // SAFETY: these heads of this row of the results are the tile's.
             unsafe {
                 let (dq, lse) = (self.out(row, heads.start), self.lse(row, heads.start));
@@ -75,8 +75,9 @@ impl Task for BackQ<'_> {
         }
         for seq in o.sequences(rows.clone()) {
             let queries = Queries::new(o, seq, &rows, &heads);
-            self.buffers.running.begin(&queries, o.sinks);
-            for base in queries.bases() {
+            // SAFETY: `supports` asks for what is kept of all queries.
+            unsafe { self.buffers.running.start(&queries, o, round, self.job.kept()) };
+            for base in queries.bases(round) {
                 let range = queries.keys(base);
                 let at = (base, range.clone());
                 let b = &mut self.buffers;
@@ -98,6 +99,10 @@ impl Task for BackQ<'_> {
                     // SAFETY: as above.
                     unsafe { self.chunk(s, &back, &chunk, &loaded) };
                 }
+            }
+            // SAFETY: as above; the queries are the tile's.
+            if unsafe { self.buffers.running.leave(&queries, o, round, self.job.kept()) } {
+                continue;
             }
             for i in 0..queries.count() {
                 let (row, head) = queries.at(i);
@@ -174,8 +179,8 @@ impl BackQ<'_> {
 }
 
 /// `dk = sum over query rows of ds q` and `dv = sum of p dout`, of the rows' own keys and values
-/// or of `Pages`: rows ascending, the heads that share the key within a row ascending. A slot of a
-/// page takes the sequences that read it in their order.
+/// or of `Pages`: rows ascending, the heads that share the key within a row ascending. Some rows are
+/// taken in each round; within it a slot of a page takes the sequences that read it in their order.
 pub(super) struct BackKeys<'a> {
     pub(super) job: &'a Job<'a>,
     pub(super) o: &'a Operands<'a>,
@@ -225,10 +230,12 @@ impl Task for BackKeys<'_> {
         let (job, o) = (self.job, self.o);
         let mut buffers = self.buffers;
         let back = Back::new(job, o);
-        let (tile, part) = (self.tile / o.key_parts(), self.tile % o.key_parts());
         // The rows that the keys of a head read are near when the next keys read them.
         let (keys, blocks) = (o.gradient_keys(), o.key_blocks(self.wrt));
+        let (round, tile) =
+            (self.tile / (blocks * o.key_heads), self.tile % (blocks * o.key_heads));
         let (key_head, block) = (tile / blocks, tile % blocks);
+        let rows = round * o.gradient_rows()..((round + 1) * o.gradient_rows()).min(o.rows);
         let prefix = o.prefix.as_ref().filter(|_| self.wrt == AttentionOperand::Pages);
         // Rows of the results are slots of pages or rows of the operands.
         let counts = prefix.map_or([o.rows; 2], |p| {
@@ -239,26 +246,26 @@ impl Task for BackKeys<'_> {
         let results: [_; 2] = std::array::from_fn(|i| {
             let (base, width) = results[i];
             let base = base.wrapping_add(key_head * width);
-            let rows = Rows { base, count: counts[i], width, stride: o.key_heads * width };
-            (o.key_parts() == 1 || part == i).then_some(rows)
+            Rows { base, count: counts[i], width, stride: o.key_heads * width }
         });
-        let clear = |rows: Range<usize>| {
-            for result in results.into_iter().flatten() {
+        let clear = |slots: Range<usize>| {
+            for result in results.into_iter().filter(|_| round == 0) {
                 // SAFETY: this head of these rows of the results is the tile's.
-                unsafe { result.clear(rows.clone()) };
+                unsafe { result.clear(slots.clone()) };
             }
         };
         let mut add = |seq: Sequence, base: usize, count: usize, first: usize| {
-            let [keys, values] = results.map(|r| Some(r?.pointers(first)));
-            let (back, buffers) = (&back, &mut buffers);
-            s.call(AddKeys { o, back, seq: &seq, key_head, base, count, keys, values, buffers });
+            let [keys, values] = results.map(|r| r.pointers(first));
+            let (back, rows, buffers) = (&back, rows.clone(), &mut buffers);
+            let seq = &seq;
+            s.call(AddKeys { o, back, seq, rows, key_head, base, count, keys, values, buffers });
         };
         let Some(prefix) = prefix else {
-            let rows = block * keys..((block + 1) * keys).min(o.rows);
-            clear(rows.clone());
-            for seq in o.sequences(rows.clone()) {
-                let first = rows.start.max(seq.first);
-                let count = rows.end.min(seq.first + seq.rows) - first;
+            let own = block * keys..((block + 1) * keys).min(o.rows);
+            clear(own.clone());
+            for seq in o.sequences(own.clone()) {
+                let first = own.start.max(seq.first);
+                let count = own.end.min(seq.first + seq.rows) - first;
                 add(seq, seq.position(first), count, first);
             }
             return;
@@ -267,7 +274,7 @@ impl Task for BackKeys<'_> {
         let (id, block) = (block / page.div_ceil(keys), block % page.div_ceil(keys));
         let slots = block * keys..((block + 1) * keys).min(page);
         clear(id * page + slots.start..id * page + slots.end);
-        for seq in o.sequences(0..o.rows) {
+        for seq in o.sequences(rows.clone()) {
             let table = prefix.table[seq.index * prefix.columns..][..prefix.columns].iter();
             for (column, _) in table.enumerate().filter(|(_, entry)| **entry as usize == id) {
                 let base = column * page + slots.start;
@@ -280,17 +287,18 @@ impl Task for BackKeys<'_> {
     }
 }
 
-/// Adds a sequence's part to the gradients of up to [`KEYS`] keys from position `base` on, and of their
-/// values.
+/// Adds what some rows of a sequence give to the gradients of up to [`KEYS`] keys from position `base`
+/// on, and of their values.
 struct AddKeys<'a, 'b> {
     o: &'a Operands<'a>,
     back: &'a Back,
     seq: &'a Sequence,
+    rows: Range<usize>,
     key_head: usize,
     base: usize,
     count: usize,
-    keys: Option<[*mut f32; KEYS]>,
-    values: Option<[*mut f32; KEYS]>,
+    keys: [*mut f32; KEYS],
+    values: [*mut f32; KEYS],
     buffers: &'a mut Buffers<'b>,
 }
 
@@ -299,22 +307,25 @@ impl Task for AddKeys<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let AddKeys { o, back, seq, key_head, base, count, keys, values, buffers: b } = self;
+        let AddKeys { o, back, seq, rows, key_head, base, count, keys, values, buffers: b } = self;
         let (group, heads) = (o.blocks.group, key_head * o.blocks.group);
+        // Query `i` is of row `first + i / group`, from the first that sees a key to the last.
+        let first = (seq.first + base.saturating_sub(seq.cached)).max(rows.start);
+        let start = seq.position(first);
+        let past = |position: usize| o.last_seeing(position).saturating_sub(start);
+        let last = rows.end.min(seq.first + seq.rows);
+        let end = last.saturating_sub(first).min(past(base + count - 1));
+        if end == 0 {
+            return;
+        }
         // SAFETY: the keys are cached or the sequence's own rows, whose numbers have been checked.
         let (keys_by_width, values_by_width) = unsafe {
             let at = (base, 0..count);
             let rows = o.keys(s, seq, key_head, at.clone(), b.cached_keys);
             let by_width = transpose(s, &rows, 0..count, o.width, b.keys);
-            let values = keys.is_some().then(|| o.values(s, seq, key_head, at, b.cached_values));
-            let values = values.map(|v| transpose(s, &v, 0..count, o.value_width, b.values));
-            (by_width, values)
+            let rows = o.values(s, seq, key_head, at, b.cached_values);
+            (by_width, transpose(s, &rows, 0..count, o.value_width, b.values))
         };
-        // Query `i` is of row `first + i / group`, from the first that sees a key to the last.
-        let first = seq.first + base.saturating_sub(seq.cached);
-        let start = seq.position(first);
-        let past = |position: usize| o.last_seeing(position).saturating_sub(start);
-        let end = (seq.first + seq.rows - first).min(past(base + count - 1));
         let (mut row, mut head) = (first, heads);
         for batch in (0..end * group).step_by(BATCH) {
             let n = (end * group - batch).min(BATCH);
@@ -346,13 +357,10 @@ impl Task for AddKeys<'_, '_> {
             // SAFETY: the rows have the operands' widths; there is room for the keys of each.
             unsafe {
                 multiply(s, &to_p[..n], &q[..n], keys_by_width, o.width, vectors);
-                if let Some(values) = values_by_width {
-                    multiply(s, &to_ds[..n], &dout[..n], values, o.value_width, vectors);
-                }
+                multiply(s, &to_ds[..n], &dout[..n], values_by_width, o.value_width, vectors);
             }
-            let with_ds = values_by_width.is_some();
             let queries = &queries[..n];
-            s.call(KeyCotangents { back, seq, base, vectors, queries, p, ds, with_ds });
+            s.call(KeyCotangents { back, seq, base, vectors, queries, p, ds });
             let mut ranges: [_; KEYS] = std::array::from_fn(|_| 0..0);
             for (j, range) in ranges.iter_mut().enumerate().take(count) {
                 // Queries of the rows that see the key, within the batch.
@@ -365,7 +373,6 @@ impl Task for AddKeys<'_, '_> {
             for (to, from, weights, width) in
                 [(keys, packed_q, ds, o.width), (values, packed_dout, p, o.value_width)]
             {
-                let Some(to) = to else { continue };
                 let weights = weights.cast_const();
                 let rows: [_; KEYS] = std::array::from_fn(|j| weights.wrapping_add(j));
                 let c = Coefficients { rows: &rows, step: KEYS };
@@ -377,8 +384,8 @@ impl Task for AddKeys<'_, '_> {
 }
 
 /// Turns the dot products of some queries with keys, `p`, into `exp(logit - lse)`, and those of
-/// their cotangents with the values, `ds`, if they are there, into the cotangents of those of `p`.
-/// For keys that a row does not see it is anything.
+/// their cotangents with the values, `ds`, into the cotangents of those of `p`. For keys that a row
+/// does not see it is anything.
 struct KeyCotangents<'a> {
     back: &'a Back,
     seq: &'a Sequence,
@@ -388,7 +395,6 @@ struct KeyCotangents<'a> {
     queries: &'a [(usize, usize)],
     p: *mut f32,
     ds: *mut f32,
-    with_ds: bool,
 }
 
 impl Task for KeyCotangents<'_> {
@@ -411,10 +417,8 @@ impl Task for KeyCotangents<'_> {
                     let biased = back.logits.biased(s, logit, bias, position, key);
                     let weight = weight(s, s.sub(biased, lse));
                     s.store(p, weight);
-                    if self.with_ds {
-                        let v = s.mul(weight, s.sub(s.load(ds), delta));
-                        s.store(ds, s.mul(v, back.logits.slope(s, logit)));
-                    }
+                    let v = s.mul(weight, s.sub(s.load(ds), delta));
+                    s.store(ds, s.mul(v, back.logits.slope(s, logit)));
                 }
             }
         }

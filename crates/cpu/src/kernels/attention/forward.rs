@@ -22,16 +22,17 @@ impl Task for Forward<'_> {
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         let o = self.o;
-        let (rows, key_head, heads) = o.blocks.tile(self.tile);
-        for row in rows.clone() {
+        let (round, rows, key_head, heads) = o.blocks.tile(self.tile);
+        for row in rows.clone().filter(|_| round == 0) {
             let to = self.out(row, heads.start);
             // SAFETY: these heads of this row of the result are the tile's.
             unsafe { std::slice::from_raw_parts_mut(to, heads.len() * o.value_width) }.fill(0.0);
         }
         for seq in o.sequences(rows.clone()) {
             let queries = Queries::new(o, seq, &rows, &heads);
-            self.buffers.running.begin(&queries, o.sinks);
-            for base in queries.bases() {
+            // SAFETY: `supports` asks for what is kept of all queries.
+            unsafe { self.buffers.running.start(&queries, o, round, self.job.kept()) };
+            for base in queries.bases(round) {
                 let range = queries.keys(base);
                 let at = (base, range.clone());
                 // SAFETY: positions up to the last are cached or the sequence's own rows, whose
@@ -48,6 +49,10 @@ impl Task for Forward<'_> {
                     // SAFETY: as above.
                     unsafe { self.chunk(s, &chunk, base, keys, values) };
                 }
+            }
+            // SAFETY: as above; the queries are the tile's.
+            if unsafe { self.buffers.running.leave(&queries, o, round, self.job.kept()) } {
+                continue;
             }
             for i in 0..queries.count() {
                 let (row, head) = queries.at(i);

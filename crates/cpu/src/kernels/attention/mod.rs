@@ -46,8 +46,12 @@ fn most_rows(rows: usize, key_heads: usize) -> usize {
 /// The fewest rows and heads of a tile of many that make transposing its keys worth it.
 const QUERIES: usize = 16;
 
-/// Multiplications of a tile that should not be exceeded: one or two milliseconds.
-const TILE_WORK: usize = 1 << 27;
+/// Multiplications in about a millisecond.
+const MILLISECOND: usize = 1 << 26;
+
+/// Multiplications of a tile that should not be exceeded. In unit tests so few that small cases take
+/// several rounds.
+const TILE_WORK: usize = if cfg!(test) { 1 << 14 } else { MILLISECOND };
 
 /// The operand that says where sequences are, after queries, keys and values.
 const SEQS: usize = 3;
@@ -107,10 +111,14 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
         converted = KEYS;
         cached = table.shape.cols().saturating_mul(call.args[at].shape.dim(1));
     }
-    let work = work(call.op, q.shape.dim(0).saturating_add(cached), width + values);
-    let heads = (q.shape.dim(1), k.shape.dim(1));
-    let blocks = Blocks::new(q.shape.dim(0), seqs.shape.dim(0), heads, work);
-    Ok(needs(&buffers(&blocks, width, values, converted)))
+    let (rows, heads) = (q.shape.dim(0), (q.shape.dim(1), k.shape.dim(1)));
+    let keys = (rows.saturating_add(cached), work(call.op, width + values));
+    let blocks = Blocks::new(rows, seqs.shape.dim(0), heads, keys, TILE_WORK);
+    let mut needs = needs(&buffers(&blocks, width, values, converted));
+    if !matches!(call.op, Op::AttentionBack { .. }) && blocks.rounds > 1 {
+        needs.kept = rows * heads.0 * Running::KEPT * 4;
+    }
+    Ok(needs)
 }
 
 /// Floats of scratch that one tile uses: keys and values transposed, cached keys and values
@@ -180,22 +188,37 @@ struct Blocks {
     /// Query heads that share a key head.
     group: usize,
     key_heads: usize,
+    /// Rounds, and the positions that each takes of every sequence: a multiple of [`KEYS`].
+    rounds: usize,
+    keys: usize,
 }
 
 impl Blocks {
     /// Blocks of rows no longer than what a sequence has on average, unless that gives more than
     /// [`MANY_TILES`], as there may be room for sequences that are not there; and of no more than
-    /// [`TILE_WORK`] when a row of a head takes up to `work`. Where that gives a single tile, two
-    /// that split the heads.
-    fn new(rows: usize, seqs: usize, heads: (usize, usize), work: usize) -> Blocks {
+    /// `tile_work` when a row of a head sees up to so many keys, each of which takes so many
+    /// multiplications; in rounds where the fewest rows take more. Where that gives a single tile,
+    /// two that split the heads.
+    fn new(
+        rows: usize,
+        seqs: usize,
+        heads: (usize, usize),
+        (keys, of_key): (usize, usize),
+        tile_work: usize,
+    ) -> Blocks {
         let (heads, key_heads) = heads;
-        let group = heads / key_heads.max(1);
-        let quick = TILE_WORK / work.saturating_mul(group).max(1);
+        let (group, work) = (heads / key_heads.max(1), keys.saturating_mul(of_key));
+        let quick = tile_work / work.saturating_mul(group).max(1);
         let most = quick.max(QUERIES.div_ceil(group.max(1))).min(most_rows(rows, key_heads));
         let enough = rows.saturating_mul(key_heads) / MANY_TILES;
         let rows = Tiles::new(rows, rows.div_ceil(seqs.max(1)).max(enough).clamp(1, most));
         let heads = if rows.count * key_heads == 1 { group.div_ceil(2) } else { group };
-        Blocks { rows, heads: heads.max(1), group, key_heads }
+        let heads = heads.max(1);
+        let of_tile = work.saturating_mul(rows.per_tile * heads);
+        let in_round = keys.div_ceil(of_tile.div_ceil(tile_work).max(1));
+        let in_round = in_round.max(1).checked_next_multiple_of(KEYS).unwrap_or(keys);
+        let rounds = keys.div_ceil(in_round).max(1);
+        Blocks { rows, heads, group, key_heads, rounds, keys: in_round }
     }
 
     /// Tiles that one key head's query heads are split into.
@@ -207,15 +230,16 @@ impl Blocks {
         self.rows.count * self.key_heads * self.parts()
     }
 
-    /// The rows, the key head and the query heads of a tile. The tiles of a key head, which read
-    /// the same keys, come together; later rows see more keys and come first.
-    fn tile(&self, tile: usize) -> (Range<usize>, usize, Range<usize>) {
+    /// The round, the rows, the key head and the query heads of a tile. The tiles of a key head, which
+    /// read the same keys, come together; later rows see more keys and come first.
+    fn tile(&self, tile: usize) -> (usize, Range<usize>, usize, Range<usize>) {
+        let (round, tile) = (tile / self.count().max(1), tile % self.count().max(1));
         let per_head = self.rows.count * self.parts();
         let (key_head, block) = (tile / per_head, tile % per_head / self.parts());
         let (rows, part) = (self.rows.range(self.rows.count - 1 - block), tile % self.parts());
         let first = key_head * self.group;
         let heads = first + part * self.heads..first + ((part + 1) * self.heads).min(self.group);
-        (rows, key_head, heads)
+        (round, rows, key_head, heads)
     }
 }
 
@@ -264,11 +288,11 @@ impl Sequence {
     }
 }
 
-/// Multiplications that a row of a head takes with so many keys of so many elements in all.
-fn work(op: &Op, keys: usize, elements: usize) -> usize {
+/// Multiplications that a row of a head takes with a key and a value of so many elements in all.
+fn work(op: &Op, elements: usize) -> usize {
     // A gradient takes the logits again, and one or two products more.
     let products = if matches!(op, Op::Attention(_)) { 1 } else { 2 };
-    keys.saturating_mul(elements).saturating_mul(products)
+    elements.saturating_mul(products)
 }
 
 /// An op's operands.
@@ -307,7 +331,7 @@ impl<'a> Operands<'a> {
             })
         });
         let cached = prefix.as_ref().map_or(0, |p| p.columns.saturating_mul(p.keys.page));
-        let work = work(job.op, rows.saturating_add(cached), width + value_width);
+        let keys = (rows.saturating_add(cached), work(job.op, width + value_width));
         Some(Operands {
             attrs: *attrs,
             q: Heads::new(&q),
@@ -322,7 +346,7 @@ impl<'a> Operands<'a> {
             key_heads,
             width,
             value_width,
-            blocks: Blocks::new(rows, seqs.arg.shape.dim(0), (heads, key_heads), work),
+            blocks: Blocks::new(rows, seqs.arg.shape.dim(0), (heads, key_heads), keys, TILE_WORK),
         })
     }
 
@@ -363,12 +387,11 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// 1 where a tile gives the gradients of keys and values both, which share the logits; 2 where
-    /// that takes long.
-    fn key_parts(&self) -> usize {
-        let per_row = self.gradient_keys() * 2 * (self.width + self.value_width);
-        let work = self.rows.saturating_mul(self.blocks.group).saturating_mul(per_row);
-        if work > TILE_WORK { 2 } else { 1 }
+    /// Rows of queries that the gradients of keys and values take in a round, which goes on where the
+    /// one before it ended: as many as keep a tile short.
+    fn gradient_rows(&self) -> usize {
+        let of_row = self.gradient_keys() * 2 * (self.width + self.value_width);
+        (TILE_WORK / of_row.saturating_mul(self.blocks.group).max(1)).max(1)
     }
 
     /// One past the last position whose row sees `position`.
@@ -445,8 +468,19 @@ pub(super) fn tiles(job: &Job<'_>) -> usize {
     let Some(o) = Operands::new(job) else { return 0 };
     match job.op {
         Op::AttentionBack { wrt: AttentionOperand::Sinks, .. } => o.heads.div_ceil(LANES),
-        Op::AttentionBack { wrt, .. } => o.key_blocks(*wrt) * o.key_heads * o.key_parts(),
+        Op::AttentionBack { wrt, .. } => o.key_blocks(*wrt) * o.key_heads,
         _ => o.blocks.count(),
+    }
+}
+
+/// How many rounds the tiles are run in: each takes some keys, or for the gradients of keys and values
+/// the queries of some rows.
+pub(super) fn rounds(job: &Job<'_>) -> usize {
+    let Some(o) = Operands::new(job) else { return 1 };
+    match job.op {
+        Op::AttentionBack { wrt: AttentionOperand::Sinks, .. } => 1,
+        Op::AttentionBack { .. } => o.rows.div_ceil(o.gradient_rows()).max(1),
+        _ => o.blocks.rounds,
     }
 }
 

@@ -37,16 +37,24 @@ impl<'a> Queries<'a> {
         (self.rows.start + i / self.heads.len(), self.heads.start + i % self.heads.len())
     }
 
+    /// Queries of all rows before one of these.
+    pub(super) fn number(&self, i: usize) -> usize {
+        let (row, head) = self.at(i);
+        row * self.o.heads + head
+    }
+
     /// The first and the last position that some query sees.
     fn positions(&self) -> (usize, usize) {
         let first = self.seq.position(self.rows.start);
         (self.o.first_seen(first), first + self.rows.len() - 1)
     }
 
-    /// The positions at which tiles of keys begin that some query sees, ascending.
-    pub(super) fn bases(&self) -> impl Iterator<Item = usize> + use<> {
+    /// The positions at which tiles of keys begin that some query sees in a round, ascending.
+    pub(super) fn bases(&self, round: usize) -> impl Iterator<Item = usize> + use<> {
         let (first, last) = self.positions();
-        (first / KEYS * KEYS..=last).step_by(KEYS)
+        let keys = self.o.blocks.keys;
+        let start = (first / KEYS * KEYS).max(round.saturating_mul(keys));
+        (start..(last + 1).min((round + 1).saturating_mul(keys))).step_by(KEYS)
     }
 
     /// The keys of the tile at position `base` from the first that is seen to the last.

@@ -95,9 +95,66 @@ pub(super) struct Running<'a> {
 }
 
 impl Running<'_> {
+    /// Floats of a query between two rounds: its maximum and its sums.
+    pub(super) const KEPT: usize = 1 + LANES;
+
+    /// Begins with queries, or goes on where [`Running::leave`] has left them.
+    ///
+    /// # Safety
+    /// Where there are several rounds, `kept` must have [`Running::KEPT`] floats for each head of each
+    /// row, which `leave` has set in the round before.
+    #[inline(always)]
+    pub(super) unsafe fn start(
+        &mut self,
+        queries: &Queries<'_>,
+        o: &Operands<'_>,
+        round: usize,
+        kept: *const f32,
+    ) {
+        if round == 0 {
+            return self.begin(queries, o.sinks);
+        }
+        for i in 0..queries.count() {
+            // SAFETY: the caller's.
+            unsafe {
+                let from = kept.add(queries.number(i) * Running::KEPT);
+                self.maxima[i] = *from;
+                let sums = self.sums[i * LANES..][..LANES].as_mut_ptr();
+                std::ptr::copy_nonoverlapping(from.add(1), sums, LANES);
+            }
+        }
+    }
+
+    /// Leaves queries to the next round; false after the last.
+    ///
+    /// # Safety
+    /// As [`Running::start`]; what is kept of the queries must be the tile's.
+    #[inline(always)]
+    pub(super) unsafe fn leave(
+        &self,
+        queries: &Queries<'_>,
+        o: &Operands<'_>,
+        round: usize,
+        kept: *mut f32,
+    ) -> bool {
+        if round + 1 == o.blocks.rounds {
+            return false;
+        }
+        for i in 0..queries.count() {
+            // SAFETY: the caller's.
+            unsafe {
+                let to = kept.add(queries.number(i) * Running::KEPT);
+                *to = self.maxima[i];
+                let sums = self.sums[i * LANES..][..LANES].as_ptr();
+                std::ptr::copy_nonoverlapping(sums, to.add(1), LANES);
+            }
+        }
+        true
+    }
+
     /// Begins with so many queries. A sink is a logit that every query of its head begins with.
     #[inline(always)]
-    pub(super) fn begin(&mut self, queries: &Queries<'_>, sinks: Option<&[f32]>) {
+    fn begin(&mut self, queries: &Queries<'_>, sinks: Option<&[f32]>) {
         let n = queries.count();
         self.maxima[..n].fill(f32::NEG_INFINITY);
         self.sums[..n * LANES].fill(0.0);

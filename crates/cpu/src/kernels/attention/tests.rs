@@ -5,7 +5,7 @@ use graph::{
 
 use super::product::{Coefficients, add_weighted, multiply};
 use super::rows::{pack, packed, transpose, transposed};
-use super::{Blocks, KEYS, most_rows, work};
+use super::{Blocks, KEYS, MILLISECOND, QUERIES, most_rows, work};
 use crate::Cpu;
 use crate::simd::{Isa, LANES, Simd, Task};
 use crate::testing::{Case, Every, Random, assert_close, devices, shape, to_floats};
@@ -393,33 +393,36 @@ fn p5_rows_far_into_a_sequence_are_their_own() {
     }
 }
 
-/// P7: a tile has as many rows as a millisecond or two allows, and a decoding step two tiles.
+/// P7: a tile has as many rows as a millisecond allows, and a decoding step two tiles.
 #[test]
 fn p7_blocks_are_cut_by_their_work() {
+    // One key, which takes all of the work.
+    let of = |rows, seqs, heads, work| Blocks::new(rows, seqs, heads, (1, work), MILLISECOND);
     let blocks = |rows, seqs, heads, work| {
-        let b = Blocks::new(rows, seqs, heads, work);
+        let b = of(rows, seqs, heads, work);
         (b.rows.per_tile, b.heads, b.count())
     };
     assert_eq!(blocks(512, 1, (8, 2), 1 << 16), (32, 4, 32));
-    assert_eq!(blocks(512, 1, (8, 2), 1 << 22), (8, 4, 128));
+    assert_eq!(blocks(512, 1, (8, 2), 1 << 21), (8, 4, 128));
     // Transposing the keys has to be worth it.
     assert_eq!(blocks(512, 1, (8, 2), 1 << 25), (4, 4, 256));
     assert_eq!(blocks(512, 1, (9, 3), 1 << 25), (6, 3, 258));
     assert_eq!(blocks(100, 8, (8, 2), 1 << 10), (13, 4, 16));
     assert_eq!(blocks(1, 1, (8, 2), 1 << 10), (1, 4, 2));
     assert_eq!(blocks(2, 1, (1, 1), 1 << 10), (2, 1, 1));
-    // A row of a head by 100 keys of 64 elements and their values, and a gradient twice as much.
+    // A row of a head by a key of 64 elements and its value, and a gradient twice as much.
     let attrs = AttentionAttrs::new(1.0);
-    assert_eq!(work(&Op::Attention(attrs), 100, 128), 12_800);
-    assert_eq!(work(&Op::AttentionQueryBack(attrs), 100, 128), 25_600);
-    let one = Blocks::new(1, 1, (9, 1), 1 << 10);
-    assert_eq!([0, 1].map(|i| one.tile(i)), [(0..1, 0, 0..5), (0..1, 0, 5..9)]);
-    let many = Blocks::new(70, 1, (8, 2), 1 << 10);
+    assert_eq!(work(&Op::Attention(attrs), 128), 128);
+    assert_eq!(work(&Op::AttentionQueryBack(attrs), 128), 256);
+    let one = of(1, 1, (9, 1), 1 << 10);
+    assert_eq!([0, 1].map(|i| one.tile(i)), [(0, 0..1, 0, 0..5), (0, 0..1, 0, 5..9)]);
+    let many = of(70, 1, (8, 2), 1 << 10);
     let tiles: Vec<_> = (0..many.count()).map(|i| many.tile(i)).collect();
     // A key head after the other, later rows first.
-    assert_eq!(tiles[0], (64..70, 0, 0..4));
-    assert_eq!(tiles[1], (32..64, 0, 0..4));
-    assert_eq!(tiles[5], (0..32, 1, 4..8));
+    assert_eq!(tiles[0], (0, 64..70, 0, 0..4));
+    assert_eq!(tiles[1], (0, 32..64, 0, 0..4));
+    assert_eq!(tiles[5], (0, 0..32, 1, 4..8));
+    assert_eq!(many.tile(many.count() + 1), (1, 32..64, 0, 0..4));
     // Tiles of 64 rows where there are 24 of them.
     assert_eq!(
         [(512, 3), (512, 2), (1472, 1), (1473, 1)].map(|(n, h)| most_rows(n, h)),
@@ -430,6 +433,27 @@ fn p7_blocks_are_cut_by_their_work() {
     assert_eq!(blocks(512, 64, (9, 3), 1 << 16), (64, 3, 24));
     assert_eq!(blocks(512, 64, (4, 1), 1 << 16), (21, 4, 25));
     assert_eq!(blocks(16, 16, (9, 3), 1 << 10), (2, 3, 24));
+}
+
+/// P7: however many keys there are, no tile takes longer; what is seen is seen in some round.
+#[test]
+fn p7_many_keys_come_in_rounds() {
+    for (heads, width) in [((32, 8), 128), ((8, 4), 256), ((4, 1), 256), ((64, 1), 576)] {
+        for keys in [1, 64, 512, 4096, 32_768, 131_072, 1 << 20] {
+            for rows in [1, 16, keys] {
+                let of_key = 4 * width;
+                let b = Blocks::new(rows, 1, heads, (keys, of_key), MILLISECOND);
+                let most = b.rows.per_tile * b.heads * b.keys.min(keys) * of_key;
+                assert!(most <= 2 * MILLISECOND, "{heads:?}, {rows} rows, {keys} keys: {most}");
+                assert!(b.keys.is_multiple_of(KEYS));
+                assert!(b.rounds * b.keys >= keys && (b.rounds - 1) * b.keys < keys);
+                // Rounds are for what fewer rows do not make short.
+                assert!(b.rounds == 1 || b.rows.per_tile * b.heads <= QUERIES.max(b.group));
+            }
+        }
+    }
+    let decoding = Blocks::new(1, 1, (32, 8), (8192, 256), MILLISECOND);
+    assert_eq!(decoding.rounds, 1);
 }
 
 /// Sums of random rows, some of which some results have: with however many others a result is
@@ -595,47 +619,47 @@ fn dot_products_are_chains_whatever_they_are_computed_with() {
     }
 }
 
-/// Gradients of keys and values have tiles of their own where both together take long: the bits
-/// are those of shorter calls, where one tile gives both.
+/// Gradients of keys and values take the queries in rounds of some rows: wherever these end within
+/// a sequence, the bits are those of one alone, which is in other rounds.
 #[test]
-fn long_gradients_of_keys_and_values_come_apart() {
-    let (heads, width) = (8, 512);
-    let mut random = Random(12);
-    // 256 rows of 8 heads are just what one tile may have.
-    let (first, second) = (256, 5);
-    let mut fill = |n: usize| random.floats((first + second) * n);
-    let [q, k, v] = [heads, 1, 1].map(|n| fill(n * width));
-    let (delta, dout) = (fill(heads), fill(heads * width));
-    let lse: Vec<f32> = fill(heads).iter().map(|x| x + 2.0).collect();
-    let attrs = AttentionAttrs { window: Some(2), ..AttentionAttrs::new(0.05) };
+fn rounds_of_rows_change_no_gradient() {
+    let (heads, width, rows) = (4, 24, 150);
+    let attrs = AttentionAttrs { window: Some(140), ..AttentionAttrs::new(0.2) };
     let op = Op::AttentionBack { attrs, wrt: AttentionOperand::Own };
-    for cpu in families().into_iter().step_by(2) {
-        let run = |from: usize, to: usize, seqs: &[i32], tiles: usize| {
-            let (mut case, rows) = (Case::new(), to - from);
-            let mut of = |name: &str, x: &[f32], dims: &[usize]| {
+    for cpu in families() {
+        let run = |before: usize, every: usize| {
+            let (mut case, mut random) = (Case::new(), Random(12));
+            let all = before + rows;
+            let mut of = |name: &str, dims: &[usize]| {
                 let n: usize = dims.iter().product();
-                case.floats(name, &[&[rows], dims].concat(), &x[from * n..to * n])
+                // The rows before are others, those of the sequence the same.
+                let own = random.floats(rows * n);
+                let floats = [vec![0.3; before * n], own].concat();
+                case.floats(name, &[&[all], dims].concat(), &floats)
             };
-            let [q, k] =
-                [("q", &q, heads), ("k", &k, 1)].map(|(name, x, n)| of(name, x, &[n, width]));
-            let (v, dout) = (of("v", &v, &[1, width]), of("dout", &dout, &[heads, width]));
-            let (lse, delta) = (of("lse", &lse, &[heads]), of("delta", &delta, &[heads]));
-            let seqs = case.ints("seqs", &[seqs.len() / 3, 3], seqs);
+            let args = [
+                of("q", &[heads, width]),
+                of("k", &[1, width]),
+                of("v", &[1, width]),
+                of("lse", &[heads]),
+                of("delta", &[heads]),
+                of("dout", &[heads, width]),
+            ];
+            let [q, k, v, lse, delta, dout] = args;
+            let seqs = [0, before as i32, 0, before as i32, rows as i32, 0];
+            let seqs = case.ints("seqs", &[2, 3], &seqs);
             let both =
                 case.graph.push(op.clone(), &[q, k, v, seqs, lse, delta, dout], "y").unwrap();
-            let asked = Every::new(usize::MAX);
-            let out = case.run_in_pieces(&cpu, &[both], &asked).unwrap();
-            assert_eq!(asked.0.into_inner(), tiles, "tiles of {rows} rows");
-            let mut keys = to_floats(&out[0]);
-            let values = keys.split_off(rows * width);
-            [keys, values]
+            let asked = Every::new(every);
+            let out = to_floats(&case.run_in_pieces(&cpu, &[both], &asked).unwrap()[0]);
+            assert!(asked.0.into_inner() > 2 * all.div_ceil(KEYS), "several rounds");
+            let of = |start: usize| out[(start + before) * width..(start + all) * width].to_vec();
+            [of(0), of(all)]
         };
-        let all = run(0, 261, &[0, 256, 0, 256, 5, 0], 18);
-        // A single tile is not asked to stop.
-        let (a, b) = (run(0, 256, &[0, 256, 0], 8), run(256, 261, &[0, 5, 0], 0));
-        for (i, all) in all.iter().enumerate() {
-            assert!(*all == [&a[i][..], &b[i]].concat(), "{cpu:?}: gradient {i}");
-            assert!(all.chunks(width).all(|row| row.iter().any(|&x| x != 0.0)));
+        let alone = run(0, usize::MAX);
+        assert!(alone.iter().all(|g| g.chunks(width).all(|row| row.iter().any(|&x| x != 0.0))));
+        for (before, every) in [(1, usize::MAX), (30, 1), (77, 3)] {
+            assert!(run(before, every) == alone, "{cpu:?}: {before} rows before");
         }
     }
 }
