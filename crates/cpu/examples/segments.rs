@@ -62,7 +62,9 @@ fn measure(cpu: &Cpu, what: &str, rows: usize, build: &Build<'_>) -> Result<()> 
     let back = vjp(&graph, &[(y, dy)], &wrt)?;
     let mut outputs = vec![y];
     outputs.extend(&back.grads);
-    let plan = plan(&back.graph, &outputs, cpu)?;
+    // As training does without further ado.
+    let (graph, outputs) = grad_precision(back.graph, outputs, cpu.grad_precision())?;
+    let plan = plan(&graph, &outputs, cpu)?;
     let host: Vec<Vec<u8>> = plan
         .leaves
         .iter()
@@ -75,7 +77,7 @@ fn measure(cpu: &Cpu, what: &str, rows: usize, build: &Build<'_>) -> Result<()> 
         .leaves
         .iter()
         .zip(&host)
-        .map(|(slot, bytes)| match back.graph.node(slot.node).resident {
+        .map(|(slot, bytes)| match graph.node(slot.node).resident {
             true => {
                 let tensor = HostTensor { dtype: slot.dtype, shape: slot.shape, bytes };
                 cpu.load(&tensor).map(Some)
@@ -294,6 +296,16 @@ fn run() -> Result<()> {
             let ids = ints(g, "one", &[rows, 1])?;
             Ok((g.push(Op::MatMulExperts { tb: true }, &[x, w, ids], "y")?, vec![x, w]))
         })?;
+        for (what, ids) in [("8 of 128", "experts"), ("all rows on one", "one")] {
+            let what = format!("quantized experts, {what}, 2048 -> 768, {rows} rows");
+            measure(&what, rows, &|g| {
+                let x = leaf(g, "x", &[rows, 1, 2048])?;
+                let dtype = DType::Block(gguf::TensorType::Q4_0);
+                let w = g.weight("w", Shape::new(&[128, 768, 2048])?, dtype)?;
+                let ids = ints(g, ids, &[rows, if ids == "one" { 1 } else { 8 }])?;
+                Ok((g.project_experts(x, w, ids)?, vec![x]))
+            })?;
+        }
         measure(&format!("product, 4096 -> 11008, {rows} rows"), rows, &|g| {
             let (x, w) = (leaf(g, "x", &[rows, 4096])?, leaf(g, "w", &[11_008, 4096])?);
             Ok((g.project(x, w)?, vec![x, w]))

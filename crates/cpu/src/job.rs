@@ -5,6 +5,10 @@ use graph::{Arg, Op};
 use crate::pack::PackedMatrix;
 use crate::simd::Isa;
 
+/// Multiplications of floats in about a millisecond, on one thread of a processor with AVX-512: what a
+/// tile should not exceed.
+pub(crate) const MILLISECOND: usize = 1 << 26;
+
 /// Where an operand's elements are.
 #[derive(Copy, Clone)]
 enum Source<'a> {
@@ -244,11 +248,19 @@ pub(crate) mod parts {
     use super::Job;
 
     thread_local! {
-        static TILES: RefCell<BTreeMap<&'static str, usize>> = const { RefCell::new(BTreeMap::new()) };
+        static TILES: RefCell<BTreeMap<&'static str, Most>> = const { RefCell::new(BTreeMap::new()) };
     }
 
-    /// The most tiles that a step of an op had in this thread's runs.
-    pub(crate) fn most_tiles() -> BTreeMap<&'static str, usize> {
+    /// The most that a step of an op had.
+    #[derive(Copy, Clone, Default)]
+    pub(crate) struct Most {
+        /// Tiles of a round.
+        pub(crate) tiles: usize,
+        pub(crate) rounds: usize,
+    }
+
+    /// What the steps of this thread's runs had.
+    pub(crate) fn most_tiles() -> BTreeMap<&'static str, Most> {
         TILES.with_borrow(Clone::clone)
     }
 
@@ -279,7 +291,8 @@ pub(crate) mod parts {
             let bytes = job.out.shape.bytes(job.out.dtype).unwrap_or(0);
             TILES.with_borrow_mut(|all| {
                 let most = all.entry(job.op.name()).or_default();
-                *most = tiles.max(*most);
+                most.tiles = most.tiles.max(tiles);
+                most.rounds = most.rounds.max(begin / tiles.max(1) + 1);
             });
             // Later rounds add to what the first one wrote.
             let looks =

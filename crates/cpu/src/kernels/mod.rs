@@ -164,13 +164,18 @@ pub(crate) fn check(job: &Job<'_>) -> Result<(), String> {
 }
 
 /// Rounds that a job's tiles are run in, as many tiles in each: those of a round may need what the
-/// rounds before it gave. From shapes only.
+/// rounds before it gave. From shapes, and of experts from what was chosen.
 pub(crate) fn rounds(job: &Job<'_>) -> usize {
     match job.op {
         Op::MatMul { .. } => matmul::rounds(job),
+        Op::MatMulExperts { .. } | Op::ExpertOuter { .. } => experts::rounds(job),
         Op::Attention(_) | Op::AttentionQueryBack(_) | Op::AttentionBack { .. } => {
             attention::rounds(job)
         }
+        Op::SsmScan
+        | Op::SsmScanBack { .. }
+        | Op::GatedDeltaRule(_)
+        | Op::GatedDeltaRuleBack(_) => recurrent::rounds(job),
         _ => 1,
     }
 }

@@ -2,8 +2,10 @@
 //!
 //! Rows that chose the same expert are gathered, multiplied by the kernels of all other products
 //! and put back, so a row's value is what it would be alone. An expert that no row chose is never
-//! read. Where rows are few, and hardly two of them share an expert, a tile is one row instead.
+//! read. Where rows are few, and hardly two of them share an expert, a tile is one row instead. Of
+//! an expert that very many rows chose, each round takes some.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use graph::{Arg, Call, DType, Needs, Op, Unsupported};
@@ -11,7 +13,7 @@ use graph::{Arg, Call, DType, Needs, Op, Unsupported};
 use super::float::{self, Float, Right, Strided};
 use super::{FREE_ROWS, Kind, LEAST, bf16, int16, kind, quantized};
 use crate::dot::drive;
-use crate::job::{Input, Job, Scratch, scratch_bytes};
+use crate::job::{Input, Job, MILLISECOND, Scratch, scratch_bytes};
 use crate::pack::{Geometry, PANEL, UNIT};
 
 /// Rows that are gathered at a time.
@@ -23,6 +25,10 @@ const PAIRS: usize = 64;
 /// Rows of the block of an outer product that is a tile; its columns are
 /// [`float::TILE_PANELS`].
 const OUTER_ROWS: usize = 192;
+
+/// Multiplications of a tile with the rows of a round. In unit tests so few that a hundred rows take
+/// several rounds.
+const ROUND: usize = if cfg!(test) { 1 << 20 } else { MILLISECOND / 2 };
 
 /// The sizes of a product with experts.
 struct Grid {
@@ -61,6 +67,14 @@ fn grid(args: &[Arg], out: &Arg, tb: bool) -> Result<Grid, Unsupported> {
     };
     let panel_tiles = all.div_ceil(panels);
     Ok(Grid { kind, experts, pairs, used, n, k, alone, panels, panel_tiles })
+}
+
+impl Grid {
+    /// Rows of an expert that a round takes.
+    fn in_round(&self) -> usize {
+        let of_row = self.panels.saturating_mul(PANEL).saturating_mul(self.k);
+        (ROUND / of_row.max(1) / ROWS * ROWS).max(ROWS)
+    }
 }
 
 /// Floats of the parts of a tile's scratch memory: gathered rows, results, the kernel's own.
@@ -149,6 +163,26 @@ pub(crate) fn tiles(job: &Job<'_>) -> usize {
     }
 }
 
+/// As many rounds as the expert that most rows chose needs. What was chosen stays as it is while a
+/// job is stopped.
+pub(crate) fn rounds(job: &Job<'_>) -> usize {
+    let in_round = match job.op {
+        Op::MatMulExperts { tb } => match grid(&args(job), &job.out, *tb) {
+            Ok(grid) if !grid.alone => grid.in_round(),
+            _ => return 1,
+        },
+        _ => outer_in_round(job),
+    };
+    let ids = job.input(2).ints();
+    // No expert was chosen more often than all of them.
+    if ids.len() <= in_round {
+        return 1;
+    }
+    let mut chosen: HashMap<i32, usize> = HashMap::new();
+    ids.iter().for_each(|&id| *chosen.entry(id).or_default() += 1);
+    chosen.into_values().max().unwrap_or(0).div_ceil(in_round)
+}
+
 fn args(job: &Job<'_>) -> Vec<Arg> {
     job.inputs.iter().map(|input| input.arg).collect()
 }
@@ -181,6 +215,8 @@ fn row_of(x: &Input<'_>, used: usize, i: usize) -> *const u8 {
 fn product_tile(job: &Job<'_>, tb: bool, tile: usize, mut scratch: Scratch<'_>) {
     let Ok(grid) = grid(&args(job), &job.out, tb) else { return };
     let (x, w, ids) = (job.input(0), job.input(1), job.input(2).ints());
+    let of_round = grid.panel_tiles * if grid.alone { grid.pairs } else { grid.experts };
+    let (round, tile) = (tile / of_round, tile % of_round);
     let (which, panel) = (tile / grid.panel_tiles, tile % grid.panel_tiles * grid.panels);
     let panels = panel..(panel + grid.panels).min(grid.n.div_ceil(PANEL));
     let [rows, results, own] = parts(&grid, &w.arg).map(|n| scratch.take(n).as_mut_ptr());
@@ -206,26 +242,35 @@ fn product_tile(job: &Job<'_>, tb: bool, tile: usize, mut scratch: Scratch<'_>) 
     if grid.alone {
         return run(ids[which] as usize, &[which]);
     }
-    each_chunk::<ROWS>(ids, which, |list, _| run(which, list));
+    let in_round = grid.in_round();
+    each_chunk::<ROWS>(ids, which, round * in_round, in_round, |list| run(which, list));
 }
 
-/// Calls `run` with the places at which `expert` was chosen, ascending, up to `N` at a time, and
-/// whether they are the first.
-fn each_chunk<const N: usize>(ids: &[i32], expert: usize, mut run: impl FnMut(&[usize], bool)) {
-    let (mut list, mut count, mut first) = ([0; N], 0, true);
-    for (pair, &id) in ids.iter().enumerate() {
-        if id as usize != expert {
-            continue;
-        }
+/// Calls `run` with the places at which `expert` was chosen, ascending, up to `N` at a time: with
+/// `most` of them after the first `skip`.
+fn each_chunk<const N: usize>(
+    ids: &[i32],
+    expert: usize,
+    skip: usize,
+    most: usize,
+    mut run: impl FnMut(&[usize]),
+) {
+    // Counting is much quicker than choosing, and later rounds have none of most experts.
+    if skip > 0 && ids.iter().filter(|&&id| id as usize == expert).count() <= skip {
+        return;
+    }
+    let chosen = ids.iter().enumerate().filter(|(_, id)| **id as usize == expert);
+    let (mut list, mut count) = ([0; N], 0);
+    for (pair, _) in chosen.skip(skip).take(most) {
         list[count] = pair;
         count += 1;
         if count == N {
-            run(&list, first);
-            (count, first) = (0, false);
+            run(&list);
+            count = 0;
         }
     }
     if count > 0 {
-        run(&list[..count], first);
+        run(&list[..count]);
     }
 }
 
@@ -340,9 +385,18 @@ fn outer_tiles(job: &Job<'_>) -> (usize, usize) {
     (shape.dim(1).div_ceil(OUTER_ROWS), shape.dim(2).div_ceil(float::TILE_PANELS * PANEL))
 }
 
+/// Pairs of an expert that a round adds up.
+fn outer_in_round(job: &Job<'_>) -> usize {
+    let shape = job.out.shape;
+    let width = (float::TILE_PANELS * PANEL).min(shape.dim(2));
+    (ROUND / (OUTER_ROWS.min(shape.dim(1)) * width).max(1) / PAIRS * PAIRS).max(PAIRS)
+}
+
 /// `sum over the pairs of an expert of a b^T`, pairs ascending, for a block of rows and columns.
 fn outer_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
     let (row_tiles, column_tiles) = outer_tiles(job);
+    let of_round = job.out.shape.dim(0) * row_tiles * column_tiles;
+    let (round, tile) = (tile / of_round, tile % of_round);
     let (expert, tile) = (tile / (row_tiles * column_tiles), tile % (row_tiles * column_tiles));
     let (p, q) = (job.out.shape.dim(1), job.out.shape.dim(2));
     let width = float::TILE_PANELS * PANEL;
@@ -379,13 +433,13 @@ fn outer_tile(job: &Job<'_>, tile: usize, mut scratch: Scratch<'_>) {
             },
         );
     };
-    let mut chosen = false;
-    each_chunk::<PAIRS>(ids.ints(), expert, |list, first| {
-        chosen = true;
+    let (mut first, in_round) = (round == 0, outer_in_round(job));
+    each_chunk::<PAIRS>(ids.ints(), expert, round * in_round, in_round, |list| {
         add(list, first);
+        first = false;
     });
     // An expert that no row chose has a gradient of zero, and it is written.
-    if !chosen {
+    if first {
         add(&[], true);
     }
 }

@@ -26,7 +26,7 @@ use self::queries::CHUNK;
 use self::rows::Pages;
 use self::softmax::Running;
 use super::{Support, Tiles, dense, dense_last, memory, needs};
-use crate::job::{Input, Job, Scratch};
+use crate::job::{Input, Job, MILLISECOND, Scratch};
 use crate::simd::LANES;
 
 /// Keys of a tile, which the logits of a row are taken together of: four vectors.
@@ -43,11 +43,8 @@ fn most_rows(rows: usize, key_heads: usize) -> usize {
     if tiles < MANY_TILES { KEYS / 2 } else { KEYS }
 }
 
-/// The fewest rows and heads of a tile of many that make transposing its keys worth it.
-const QUERIES: usize = 16;
-
-/// Multiplications in about a millisecond.
-const MILLISECOND: usize = 1 << 26;
+/// The fewest rows times heads of a tile of many that make transposing its keys worth it.
+const QUERIES: usize = 128;
 
 /// Multiplications of a tile that should not be exceeded. In unit tests so few that small cases take
 /// several rounds.

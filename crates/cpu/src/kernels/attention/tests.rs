@@ -5,8 +5,9 @@ use graph::{
 
 use super::product::{Coefficients, add_weighted, multiply};
 use super::rows::{pack, packed, transpose, transposed};
-use super::{Blocks, KEYS, MILLISECOND, QUERIES, most_rows, work};
+use super::{Blocks, KEYS, QUERIES, most_rows, work};
 use crate::Cpu;
+use crate::job::MILLISECOND;
 use crate::simd::{Isa, LANES, Simd, Task};
 use crate::testing::{Case, Every, Random, assert_close, devices, shape, to_floats};
 
@@ -403,10 +404,10 @@ fn p7_blocks_are_cut_by_their_work() {
         (b.rows.per_tile, b.heads, b.count())
     };
     assert_eq!(blocks(512, 1, (8, 2), 1 << 16), (32, 4, 32));
-    assert_eq!(blocks(512, 1, (8, 2), 1 << 21), (8, 4, 128));
+    assert_eq!(blocks(2048, 1, (32, 2), 1 << 18), (16, 16, 256));
     // Transposing the keys has to be worth it.
-    assert_eq!(blocks(512, 1, (8, 2), 1 << 25), (4, 4, 256));
-    assert_eq!(blocks(512, 1, (9, 3), 1 << 25), (6, 3, 258));
+    assert_eq!(blocks(2048, 1, (32, 2), 1 << 25), (8, 16, 512));
+    assert_eq!(blocks(2048, 1, (36, 2), 1 << 25), (8, 18, 512));
     assert_eq!(blocks(100, 8, (8, 2), 1 << 10), (13, 4, 16));
     assert_eq!(blocks(1, 1, (8, 2), 1 << 10), (1, 4, 2));
     assert_eq!(blocks(2, 1, (1, 1), 1 << 10), (2, 1, 1));

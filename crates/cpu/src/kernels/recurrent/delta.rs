@@ -4,7 +4,7 @@
 use graph::{Call, DType, GatedDeltaAttrs, KeyHeads, Op};
 
 use super::super::{Support, Tiles, dense, dense_last, memory, needs};
-use super::{Heads, States, TILE_WORK, rows_of_none, sequence, sum4, zero};
+use super::{Heads, States, TILE_WORK, Walk, rows_of_none, sequence, sum4, zero};
 use crate::job::{Job, Scratch};
 use crate::simd::{LANES, Simd, Task};
 
@@ -23,9 +23,17 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
     if matches!(call.op, Op::GatedDeltaRuleBack(_)) {
         dense_last(call, 7)?;
         dense_last(call, 8)?;
-        return Ok(needs(&super::delta_back::buffers(rows, keys)));
+        let v = memory(call, 2, DType::F32)?.shape;
+        let mut needs = needs(&super::delta_back::buffers(rows, keys));
+        needs.kept = super::delta_back::kept(rows, keys, v.dim(1), v.dim(2)) * 4;
+        return Ok(needs);
     }
     Ok(needs(&buffers(keys)))
+}
+
+/// How an op goes through its rows.
+pub(super) fn walk(job: &Job<'_>, attrs: &GatedDeltaAttrs) -> Walk {
+    Operands::new(job, attrs).walk()
 }
 
 /// Floats of scratch: 16 columns of the state, and a row's decays.
@@ -88,6 +96,10 @@ impl<'a> Operands<'a> {
             KeyHeads::Blocks => head / (self.heads / self.key_heads).max(1),
             KeyHeads::Cycle => head % self.key_heads,
         }
+    }
+
+    pub(super) fn walk(&self) -> Walk {
+        Walk::new(self.rows, self.keys * LANES)
     }
 
     /// Elements of all outputs, after which the exit states begin.
@@ -243,7 +255,12 @@ impl Task for Forward<'_> {
     fn run<S: Simd>(self, s: S) {
         let (o, y) = (self.o, self.job.out::<f32>());
         let blocks = o.blocks();
-        if self.tile == o.sequences * o.heads * blocks.count {
+        let tiles = o.sequences * o.heads * blocks.count;
+        let (round, tile) = (self.tile / (tiles + 1), self.tile % (tiles + 1));
+        if tile == tiles {
+            if round > 0 {
+                return;
+            }
             let row = o.heads * o.width;
             // SAFETY: outputs of rows of no sequence are this tile's.
             return rows_of_none(o.seqs, o.rows, |rows| unsafe {
@@ -251,17 +268,27 @@ impl Task for Forward<'_> {
             });
         }
         let (state, decays) = (self.state.as_mut_ptr(), self.decays.as_mut_ptr());
-        let (place, block) = (self.tile / blocks.count, self.tile % blocks.count);
+        let (place, block) = (tile / blocks.count, tile % blocks.count);
         let sequence = sequence(o.seqs, place / o.heads);
         let head = place % o.heads;
+        let tokens = o.walk().tokens(round, sequence);
+        if round > 0 && tokens.is_empty() {
+            return;
+        }
+        let exits = y.wrapping_add(o.outputs());
+        // Later rounds go on from the exit state so far.
+        let entry = match round {
+            0 => o.state,
+            _ => States::dense(exits, o.heads, o.keys, o.width),
+        };
         for column in blocks.range(block).map(|block| block * LANES) {
             let n = o.width - column;
             let at = o.state_at(sequence.index, head, column);
             // SAFETY: these columns of the sequence's outputs and exit state are this tile's.
             // Scratch is as large as `buffers` says; the sequence's rows have been checked.
             unsafe {
-                o.load(s, o.state, (sequence.index, head, column), state);
-                for row in sequence.range() {
+                o.load(s, entry, (sequence.index, head, column), state);
+                for row in tokens.clone().map(|token| sequence.first + token) {
                     o.decays(s, row, head, decays);
                     o.step(s, (row, head, column), decays, state, state);
                     let q = o.q.at(row, o.key_head(head));
@@ -282,7 +309,7 @@ impl Task for Forward<'_> {
                     let to = y.add((row * o.heads + head) * o.width + column);
                     s.store_first(to, s.mul(s.splat(o.scale), sum4(s, sum)), n);
                 }
-                o.save(s, state, column, y.add(o.outputs() + at));
+                o.save(s, state, column, exits.add(at));
             }
         }
     }

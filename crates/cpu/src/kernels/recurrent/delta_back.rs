@@ -1,21 +1,29 @@
 //! The gradients of the gated delta rule. A tile has a sequence and a value head, and takes 16
 //! columns of its state at a time through the tokens: sums over columns are chains in that order.
 
+use std::ops::Range;
+
 use graph::{GatedDeltaAttrs, Op};
 
 use super::delta::Operands;
 use super::{
-    Heads, Sequence, States, add_first, reduce_rows, rows_of_none, segments, sequence, sum4, zero,
+    Heads, Sequence, States, Walk, add_first, reduce_rows, rows_of_none, sequence, sum4, zero,
 };
 use crate::job::{Job, Scratch};
 use crate::simd::{LANES, Simd, Task};
 
-/// Floats of scratch for 16 columns: the states of one segment, those at the segments' starts,
-/// the gradient of the state, a row's decays, and `v - u` and `d` of a segment's rows.
-pub(super) fn buffers(rows: usize, keys: usize) -> [usize; 5] {
-    let (length, count) = segments(rows);
+/// Floats of scratch for 16 columns: the states of one segment, the gradient of the state, a row's
+/// decays, and `v - u` and `d` of a segment's rows.
+pub(super) fn buffers(rows: usize, keys: usize) -> [usize; 4] {
     let state = keys * LANES;
-    [(length + 1) * state, count * state, state, keys, 2 * length * LANES]
+    let length = Walk::new(rows, state).longest(rows);
+    [(length + 1) * state, state, keys, 2 * length * LANES]
+}
+
+/// Floats of the states at which segments start, of all columns in 16s.
+pub(super) fn kept(rows: usize, keys: usize, heads: usize, width: usize) -> usize {
+    let state = keys * LANES;
+    Walk::new(rows, state).kept() * heads * width.div_ceil(LANES) * state
 }
 
 /// Sequences by value heads; one more for the rows of no sequence.
@@ -32,17 +40,17 @@ pub(super) fn run_tile(
     mut scratch: Scratch<'_>,
 ) {
     let o = Operands::new(job, attrs);
-    let [states, starts, ds, decays, updates] =
+    let [states, ds, decays, updates] =
         buffers(o.rows, o.keys).map(|n| scratch.take(n).as_mut_ptr());
-    let scratch = Buffers { states, starts, ds, decays, updates };
+    let scratch = Buffers { states, ds, decays, updates };
     let (dy, d_exit) = (Heads::new(&job.input(7)), States::new(&job.input(8)));
-    job.isa.run(Back { o, dy, d_exit, to: Gradients::new(job, &o), tile, scratch });
+    let (to, starts) = (Gradients::new(job, &o), job.kept());
+    job.isa.run(Back { o, dy, d_exit, to, starts, tile, scratch });
 }
 
 #[derive(Copy, Clone)]
 struct Buffers {
     states: *mut f32,
-    starts: *mut f32,
     ds: *mut f32,
     decays: *mut f32,
     updates: *mut f32,
@@ -77,6 +85,8 @@ struct Back<'a> {
     dy: Heads,
     d_exit: States,
     to: Gradients,
+    /// The states at which segments start.
+    starts: *mut f32,
     tile: usize,
     scratch: Buffers,
 }
@@ -88,7 +98,12 @@ impl Task for Back<'_> {
     fn run<S: Simd>(self, s: S) {
         let (o, to) = (&self.o, self.to);
         let gates = if o.rows_decay { o.keys } else { 1 };
-        if self.tile == o.sequences * o.heads {
+        let tiles = o.sequences * o.heads;
+        let (round, tile) = (self.tile / (tiles + 1), self.tile % (tiles + 1));
+        if tile == tiles {
+            if round > 0 {
+                return;
+            }
             let widths = [
                 (to.q, o.heads * o.keys),
                 (to.k, o.heads * o.keys),
@@ -103,11 +118,23 @@ impl Task for Back<'_> {
                 }
             });
         }
-        let (sequence, head) = (sequence(o.seqs, self.tile / o.heads), self.tile % o.heads);
+        let (sequence, head) = (sequence(o.seqs, tile / o.heads), tile % o.heads);
+        let walk = o.walk();
+        if round < walk.rounds_before() {
+            let tokens = walk.tokens_before(round, sequence);
+            for column in (0..o.width).step_by(LANES).filter(|_| !tokens.is_empty()) {
+                // SAFETY: the states of the sequence's segments of this head are this tile's;
+                // scratch is as large as `buffers` says.
+                unsafe { self.advance(s, sequence, (head, column), tokens.clone()) };
+            }
+            return;
+        }
+        let Some((segments, last)) = walk.segments(round, sequence) else { return };
+        let rows = segments.start * walk.length..(segments.end * walk.length).min(sequence.rows);
         // SAFETY: the sequence's gradients of this head are this tile's; scratch is as large as
         // `buffers` says.
         unsafe {
-            for row in sequence.range() {
+            for row in rows.map(|p| sequence.first + p) {
                 let at = row * o.heads + head;
                 zero(to.q.add(at * o.keys), o.keys);
                 zero(to.k.add(at * o.keys), o.keys);
@@ -115,52 +142,104 @@ impl Task for Back<'_> {
                 *to.beta.add(at) = 0.0;
             }
             for column in (0..o.width).step_by(LANES) {
-                self.columns(s, sequence, head, column);
+                let from = match last {
+                    true => self.d_exit,
+                    false => States::dense(to.state, o.heads, o.keys, o.width),
+                };
+                self.columns(s, sequence, (head, column), segments.clone(), from);
             }
         }
     }
 }
 
 impl Back<'_> {
-    /// Takes 16 columns of a head through a sequence.
+    /// Where the state of 16 columns is kept with which a segment starts that is not the first.
+    #[inline(always)]
+    fn start(
+        &self,
+        sequence: Sequence,
+        segment: usize,
+        (head, column): (usize, usize),
+    ) -> *mut f32 {
+        let (o, blocks) = (&self.o, self.o.width.div_ceil(LANES));
+        let slot = o.walk().slot(sequence, segment) * o.heads + head;
+        self.starts.wrapping_add((slot * blocks + column / LANES) * o.keys * LANES)
+    }
+
+    /// Advances 16 columns of a head's state by some tokens, each in the place of the state with which
+    /// the next segment starts.
     ///
     /// # Safety
-    /// The gradients must be the tile's, and scratch large enough.
+    /// Those places must be the tile's, and scratch large enough.
     #[inline(always)]
-    unsafe fn columns<S: Simd>(&self, s: S, sequence: Sequence, head: usize, column: usize) {
-        let (o, b) = (&self.o, self.scratch);
-        let (length, size) = (segments(o.rows).0, o.keys * LANES);
-        let first = sequence.first;
-        let at = o.state_at(sequence.index, head, column);
-        let count = sequence.rows.div_ceil(length);
-        // SAFETY: the caller's; a sequence has no more segments than all rows have.
-        unsafe {
-            o.load(s, o.state, (sequence.index, head, column), b.starts);
-            for p in 0..count.saturating_sub(1) * length {
-                // The state of a segment is advanced in the place of the next one's.
-                let next = b.starts.add((p / length + 1) * size);
-                let from = if p % length == 0 { b.starts.add(p / length * size) } else { next };
-                o.decays(s, first + p, head, b.decays);
-                o.step(s, (first + p, head, column), b.decays, from, next);
+    unsafe fn advance<S: Simd>(
+        &self,
+        s: S,
+        sequence: Sequence,
+        (head, column): (usize, usize),
+        tokens: Range<usize>,
+    ) {
+        let (o, b, length) = (&self.o, self.scratch, self.o.walk().length);
+        for p in tokens {
+            let (row, segment) = (sequence.first + p, p / length);
+            let next = self.start(sequence, segment + 1, (head, column));
+            // SAFETY: the caller's; a round begins with a segment.
+            unsafe {
+                let from = match (p % length, segment) {
+                    (0, 0) => {
+                        o.load(s, o.state, (sequence.index, head, column), b.states);
+                        b.states
+                    }
+                    (0, _) => self.start(sequence, segment, (head, column)),
+                    _ => next,
+                };
+                o.decays(s, row, head, b.decays);
+                o.step(s, (row, head, column), b.decays, from, next);
             }
-            o.load(s, self.d_exit, (sequence.index, head, column), b.ds);
-            for segment in (0..count).rev() {
-                let begin = segment * length;
-                let rows = (sequence.rows - begin).min(length);
-                let start = b.starts.add(segment * size);
-                std::ptr::copy_nonoverlapping(start.cast_const(), b.states, size);
+        }
+    }
+
+    /// Takes the gradient of 16 columns of a head's state back through some segments, from what it is
+    /// after the last of them.
+    ///
+    /// # Safety
+    /// The gradients must be the tile's, the states with which segments start be there, and scratch
+    /// large enough.
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(
+        &self,
+        s: S,
+        sequence: Sequence,
+        (head, column): (usize, usize),
+        segments: Range<usize>,
+        from: States,
+    ) {
+        let (o, b) = (&self.o, self.scratch);
+        let (length, size) = (o.walk().length, o.keys * LANES);
+        // SAFETY: the caller's.
+        unsafe {
+            o.load(s, from, (sequence.index, head, column), b.ds);
+            for segment in segments.rev() {
+                let first = sequence.first + segment * length;
+                let rows = (sequence.rows - segment * length).min(length);
+                if segment == 0 {
+                    o.load(s, o.state, (sequence.index, head, column), b.states);
+                } else {
+                    let start = self.start(sequence, segment, (head, column));
+                    std::ptr::copy_nonoverlapping(start.cast_const(), b.states, size);
+                }
                 for p in 0..rows {
-                    let row = first + begin + p;
-                    o.decays(s, row, head, b.decays);
+                    o.decays(s, first + p, head, b.decays);
                     let (from, to) = (b.states.add(p * size), b.states.add((p + 1) * size));
-                    let (off, d) = o.step(s, (row, head, column), b.decays, from, to);
+                    let (off, d) = o.step(s, (first + p, head, column), b.decays, from, to);
                     s.store(b.updates.add(2 * p * LANES), off);
                     s.store(b.updates.add((2 * p + 1) * LANES), d);
                 }
                 for p in (0..rows).rev() {
-                    self.descend(s, (first + begin + p, head, column), p);
+                    self.descend(s, (first + p, head, column), p);
                 }
             }
+            let at = o.state_at(sequence.index, head, column);
             o.save(s, b.ds, column, self.to.state.add(at));
         }
     }

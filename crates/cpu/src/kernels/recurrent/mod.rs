@@ -1,16 +1,13 @@
 //! Recurrences over packed sequences: short convolution, selective scan, gated delta rule.
 //!
 //! A sequence's tokens are taken in order by one tile, which holds the part of the state that it
-//! advances in scratch memory: 16 columns of it for the delta rule, 16 channels for the scan.
-//! Backward tiles go through the tokens twice: once forward, keeping the state at every `C`th
-//! token, `C` about the square root of the number of rows; then segment by segment from the
-//! last, recomputing the states of one segment and descending through it. A recomputed state has
-//! the bits of the forward pass, and no decay is ever divided by. Rows of no sequence have a
-//! tile of their own, the last, which writes their zeros.
-//!
-//! A tile of a backward pass cannot end before its sequence does. It is short because the gradient
-//! rules give one op few columns or channels, and because what several tiles add to comes in
-//! parts.
+//! advances in scratch memory: 16 columns of it for the delta rule, 16 channels for the scan. So that
+//! a tile is short each round takes some tokens, and goes on from the states that the one before it
+//! left. Backward passes go through the tokens twice: first forward, keeping the state at the start
+//! of every segment; then segment by segment from the last, recomputing the states of one and
+//! descending through it. A recomputed state has the bits of the forward pass, and no decay is ever
+//! divided by. Rows of no sequence have a tile of their own, the last of the first round, which
+//! writes their zeros.
 
 mod conv;
 mod delta;
@@ -34,6 +31,16 @@ use crate::simd::{LANES, Simd};
 /// tile: some tens of microseconds.
 const TILE_WORK: usize = 1 << 15;
 
+/// As many as take a backward pass some 0.3 ms, and a forward pass a fifth of it.
+const QUICK: usize = 1 << 17;
+
+/// As many as a segment has; in unit tests so few that small cases have several segments, and several
+/// rounds.
+const SEGMENT: usize = if cfg!(test) { 1 << 9 } else { QUICK };
+
+/// Segments that a round goes through forward, and backward.
+const SEGMENTS: [usize; 2] = [8, 4];
+
 pub(super) fn supports(call: &Call<'_>) -> Support {
     match call.op {
         Op::SsmScan | Op::SsmScanBack { .. } => scan::supports(call),
@@ -49,6 +56,17 @@ pub(super) fn tiles(job: &Job<'_>) -> usize {
         Op::GatedDeltaRule(_) => delta::tiles(job),
         Op::GatedDeltaRuleBack(_) => delta_back::tiles(job),
         _ => conv::tiles(job),
+    }
+}
+
+/// How many rounds the tiles are run in: each takes some tokens of every sequence.
+pub(super) fn rounds(job: &Job<'_>) -> usize {
+    match job.op {
+        Op::SsmScan => scan::walk(job).rounds_forward(),
+        Op::SsmScanBack { .. } => scan::walk(job).rounds(),
+        Op::GatedDeltaRule(attrs) => delta::walk(job, attrs).rounds_forward(),
+        Op::GatedDeltaRuleBack(attrs) => delta::walk(job, attrs).rounds(),
+        _ => 1,
     }
 }
 
@@ -182,6 +200,11 @@ struct States {
 }
 
 impl States {
+    /// Those that an op gives, `[S, H, rows, columns]` without gaps.
+    fn dense(ptr: *const f32, heads: usize, rows: usize, columns: usize) -> States {
+        States { ptr, strides: [heads * rows * columns, rows * columns, columns] }
+    }
+
     fn new(input: &Input<'_>) -> States {
         States { ptr: input.ptr(), strides: [0, 1, 2].map(|i| input.stride(i)) }
     }
@@ -194,12 +217,82 @@ impl States {
     }
 }
 
-/// The kept states of a backward pass over up to so many rows: how many tokens apart, and how
-/// many; both at least 1.
-fn segments(rows: usize) -> (usize, usize) {
-    let root = rows.isqrt();
-    let length = (root + usize::from(root * root < rows)).max(1);
-    (length, rows.div_ceil(length).max(1))
+/// How a recurrence goes through its tokens, in rounds of some segments of each sequence.
+#[derive(Copy, Clone)]
+struct Walk {
+    /// Tokens of a segment; of a sequence, so that its bits are those it has alone.
+    length: usize,
+    /// Segments of all rows, were they one sequence; at least 1.
+    count: usize,
+}
+
+impl Walk {
+    /// Through so many rows, with so many elements of a state at once.
+    fn new(rows: usize, elements: usize) -> Walk {
+        Walk::in_segments(rows, elements, SEGMENT)
+    }
+
+    fn in_segments(rows: usize, elements: usize, segment: usize) -> Walk {
+        let length = (segment / elements.max(1)).max(1);
+        Walk { length, count: rows.div_ceil(length).max(1) }
+    }
+
+    /// The most tokens of a segment that there are.
+    fn longest(self, rows: usize) -> usize {
+        self.length.min(rows.max(1))
+    }
+
+    /// Rounds of a forward pass.
+    fn rounds_forward(self) -> usize {
+        self.count.div_ceil(SEGMENTS[0])
+    }
+
+    /// Rounds of a backward pass that find the states at which segments start: what comes before the
+    /// last of them.
+    fn rounds_before(self) -> usize {
+        (self.count - 1).div_ceil(SEGMENTS[0])
+    }
+
+    /// Rounds of a backward pass.
+    fn rounds(self) -> usize {
+        self.rounds_before() + self.count.div_ceil(SEGMENTS[1])
+    }
+
+    /// The tokens of a sequence that a round of a forward pass takes.
+    fn tokens(self, round: usize, sequence: Sequence) -> Range<usize> {
+        let in_round = SEGMENTS[0] * self.length;
+        let end = ((round + 1) * in_round).min(sequence.rows);
+        (round * in_round).min(end)..end
+    }
+
+    /// The tokens after which, in a round of a backward pass before it descends, the next segment
+    /// starts or goes on.
+    fn tokens_before(self, round: usize, sequence: Sequence) -> Range<usize> {
+        let all = self.tokens(round, sequence);
+        let last = sequence.rows.div_ceil(self.length).saturating_sub(1) * self.length;
+        all.start.min(last)..all.end.min(last)
+    }
+
+    /// The segments of a sequence that a round of a backward pass descends through, if it is the
+    /// sequence's turn, and whether the last is the sequence's: one that has none passes its state on
+    /// in the last round.
+    fn segments(self, round: usize, sequence: Sequence) -> Option<(Range<usize>, bool)> {
+        let (all, in_round) = (sequence.rows.div_ceil(self.length), SEGMENTS[1]);
+        let start = (self.rounds() - 1 - round) * in_round;
+        let end = (start + in_round).min(all);
+        (start < end || all == 0 && start == 0).then_some((start..end, end == all))
+    }
+
+    /// States that a backward pass keeps: one for every segment but the first of a sequence.
+    fn kept(self) -> usize {
+        self.count - 1
+    }
+
+    /// Which of them is that of a sequence's segment: a segment and more lies between any two rows at
+    /// which one starts that is not the first.
+    fn slot(self, sequence: Sequence, segment: usize) -> usize {
+        ((sequence.first + segment * self.length) / self.length).saturating_sub(1)
+    }
 }
 
 /// Sets `n` floats to 0.

@@ -3,10 +3,12 @@
 
 use graph::{GatedDeltaAttrs, KeyHeads, NodeId, Op, Shape, vjp};
 
+use super::{QUICK, SEGMENTS, Sequence, Walk};
 use crate::Cpu;
+use crate::simd::LANES;
 use crate::testing::{Case, Every, Random, assert_close, devices, to_floats};
 
-/// Elements of states that a tile may take through a sequence: at 512 rows some 2 ms.
+/// Elements of states that a tile may take through a round of 256 tokens: about a millisecond.
 const MOST: usize = 2048;
 
 /// A recurrence: its operands, the last the sequences, and its flat result.
@@ -184,25 +186,42 @@ fn gradients_in_pieces_are_those_of_one_op() {
     }
 }
 
-/// P7: a tile takes as many blocks of 16 columns, or channels, through a sequence as are quick, and
-/// one of a long one.
+/// P7: a tile takes as many blocks of 16 columns, or channels, through the tokens of a round as are
+/// quick, and one where a sequence is long; and gradients as many tokens as that.
 #[test]
-fn p7_a_tile_takes_one_block_through_a_long_sequence() {
+fn p7_a_tile_takes_one_block_through_a_few_tokens() {
     let cpu = Cpu::new(1, None).unwrap();
-    let heads_and_blocks = [
-        (delta(8, [1, 2, 16, 70]), 2, 1),
-        (delta(16, [1, 2, 128, 70]), 2, 3),
-        (delta(64, [1, 2, 128, 70]), 2, 5),
-        (scan(8, [6, 11, 1, 16, 1]), 1, 1),
-        (scan(16, [6, 11, 1, 128, 1]), 1, 3),
-        (scan(64, [6, 11, 1, 128, 1]), 1, 5),
-    ];
-    for (made, heads, blocks) in heads_and_blocks {
+    let asked = |made: &Made, y: NodeId| {
         let asked = Every::new(usize::MAX);
-        made.c.run_in_pieces(&cpu, &[made.y], &asked).unwrap();
-        // Of two sequences; and one for rows of none.
+        made.c.run_in_pieces(&cpu, &[y], &asked).unwrap();
+        asked.0.into_inner()
+    };
+    let heads_blocks_and_rounds = [
+        (delta(8, [1, 2, 16, 70]), 2, 1, 1),
+        (delta(16, [1, 2, 128, 70]), 2, 3, 2),
+        (delta(64, [1, 2, 128, 70]), 2, 5, 8),
+        (scan(8, [6, 11, 1, 16, 1]), 1, 1, 1),
+        (scan(16, [6, 11, 1, 128, 1]), 1, 3, 2),
+        (scan(64, [6, 11, 1, 128, 1]), 1, 5, 8),
+    ];
+    for (made, heads, blocks, rounds) in heads_blocks_and_rounds {
+        // Of two sequences; and one for rows of none. Between rounds it is asked once more.
         let tiles = 2 * heads * blocks + 1;
-        assert_eq!(asked.0.into_inner(), tiles, "{:?}", made.c.graph.node(made.y).op);
+        let op = &made.c.graph.node(made.y).op;
+        assert_eq!(asked(&made, made.y), rounds * tiles + rounds - 1, "{op:?}");
+    }
+    // At the shapes of real models a round is 512 tokens forward, and 256 backward.
+    let walk = Walk::in_segments(2048, 128 * LANES, QUICK);
+    assert_eq!((walk.rounds_forward(), walk.rounds_before(), walk.rounds()), (4, 4, 12));
+    let most = SEGMENTS.map(|n| n * walk.length);
+    assert_eq!(most, [512, 256]);
+    for rows in [1, 512, 100_000] {
+        let walk = Walk::in_segments(rows, 128 * LANES, QUICK);
+        let sequence = Sequence { index: 0, first: 0, rows };
+        let forward = (0..walk.rounds_forward()).map(|r| walk.tokens(r, sequence).len());
+        assert!(forward.max() <= Some(most[0]));
+        let back = (walk.rounds_before()..walk.rounds()).filter_map(|r| walk.segments(r, sequence));
+        assert!(back.map(|(s, _)| s.len() * walk.length).max() <= Some(most[1]));
     }
 }
 

@@ -4,7 +4,7 @@
 use graph::{Call, DType, Op};
 
 use super::super::{Support, Tiles, dense, dense_last, memory, needs};
-use super::{Heads, States, TILE_WORK, reduce_rows, rows_of_none, sequence, zero};
+use super::{Heads, States, TILE_WORK, Walk, reduce_rows, rows_of_none, sequence, zero};
 use crate::job::{Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
@@ -21,9 +21,17 @@ pub(super) fn supports(call: &Call<'_>) -> Support {
     if matches!(call.op, Op::SsmScanBack { .. }) {
         dense_last(call, 7)?;
         dense_last(call, 8)?;
-        return Ok(needs(&super::scan_back::buffers(x.shape.dim(0), states)));
+        let (rows, channels) = (x.shape.dim(0), x.shape.dim(1) * x.shape.dim(2));
+        let mut needs = needs(&super::scan_back::buffers(rows, states));
+        needs.kept = super::scan_back::kept(rows, states, channels) * 4;
+        return Ok(needs);
     }
     Ok(needs(&buffers(states)))
+}
+
+/// How an op goes through its rows.
+pub(super) fn walk(job: &Job<'_>) -> Walk {
+    Operands::new(job).walk()
 }
 
 /// Floats of scratch: the states of 16 channels.
@@ -128,6 +136,10 @@ impl<'a> Operands<'a> {
             states: b.arg.shape.dim(2),
             decays: a.arg.shape.dim(1),
         }
+    }
+
+    pub(super) fn walk(&self) -> Walk {
+        Walk::new(self.rows, LANES * self.stride())
     }
 
     /// Channels of all heads.
@@ -295,27 +307,42 @@ impl Task for Forward<'_> {
     fn run<S: Simd>(self, s: S) {
         let (o, y) = (self.o, self.job.out::<f32>());
         let (blocks, all) = (o.blocks(), o.channels());
-        if self.tile == o.sequences * blocks.count {
+        let tiles = o.sequences * blocks.count;
+        let (round, tile) = (self.tile / (tiles + 1), self.tile % (tiles + 1));
+        if tile == tiles {
+            if round > 0 {
+                return;
+            }
             // SAFETY: outputs of rows of no sequence are this tile's.
             return rows_of_none(o.seqs, o.rows, |rows| unsafe {
                 zero(y.add(rows.start * all), rows.len() * all);
             });
         }
         let state = self.state.as_mut_ptr();
-        let sequence = sequence(o.seqs, self.tile / blocks.count);
-        for first in blocks.range(self.tile % blocks.count).map(|block| block * LANES) {
+        let sequence = sequence(o.seqs, tile / blocks.count);
+        let tokens = o.walk().tokens(round, sequence);
+        if round > 0 && tokens.is_empty() {
+            return;
+        }
+        let exits = y.wrapping_add(o.outputs());
+        // Later rounds go on from the exit state so far.
+        let entry = match round {
+            0 => o.state,
+            _ => States::dense(exits, o.heads, o.width, o.states),
+        };
+        for first in blocks.range(tile % blocks.count).map(|block| block * LANES) {
             let channels = Channels::new(&o, first, all);
             let count = channels.count;
             let at = o.state_at(sequence.index, first);
             // SAFETY: these channels of the sequence's outputs and exit state are this tile's.
             // Scratch is as large as `buffers` says; the sequence's rows have been checked.
             unsafe {
-                o.load(s, o.state, sequence.index, &channels, state);
-                for row in sequence.range() {
+                o.load(s, entry, sequence.index, &channels, state);
+                for row in tokens.clone().map(|token| sequence.first + token) {
                     let out = o.step(s, row, &channels, (state, state), true);
                     s.store_first(y.add(row * all + first), out, count);
                 }
-                o.save(s, state, count, y.add(o.outputs() + at));
+                o.save(s, state, count, exits.add(at));
             }
         }
     }

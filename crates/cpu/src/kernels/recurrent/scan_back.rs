@@ -7,17 +7,20 @@ use std::ops::Range;
 use graph::Op;
 
 use super::scan::{Channels, Operands};
-use super::{
-    Heads, Sequence, States, add_first, reduce_rows, rows_of_none, segments, sequence, zero,
-};
+use super::{Heads, Sequence, States, Walk, add_first, reduce_rows, rows_of_none, sequence, zero};
 use crate::job::{Job, Scratch, padded};
 use crate::simd::{LANES, Simd, Task};
 
-/// Floats of scratch for 16 channels: the states of one segment, those at the segments' starts,
-/// the gradient of the state, and the gradients of the heads' `a`.
-pub(super) fn buffers(rows: usize, states: usize) -> [usize; 4] {
-    let ((length, count), state) = (segments(rows), LANES * padded(states));
-    [(length + 1) * state, count * state, state, state]
+/// Floats of scratch for 16 channels: the states of one segment, the gradient of the state, and the
+/// gradients of the heads' `a`.
+pub(super) fn buffers(rows: usize, states: usize) -> [usize; 3] {
+    let state = LANES * padded(states);
+    [(Walk::new(rows, state).longest(rows) + 1) * state, state, state]
+}
+
+/// Floats of the states at which segments start.
+pub(super) fn kept(rows: usize, states: usize, channels: usize) -> usize {
+    Walk::new(rows, LANES * padded(states)).kept() * channels * padded(states)
 }
 
 /// The heads of a tile: run `part` of a group.
@@ -37,17 +40,16 @@ pub(super) fn tiles(job: &Job<'_>, parts: usize) -> usize {
 
 pub(super) fn run_tile(job: &Job<'_>, parts: usize, tile: usize, mut scratch: Scratch<'_>) {
     let o = Operands::new(job);
-    let [states, starts, ds, da] = buffers(o.rows, o.states).map(|n| scratch.take(n).as_mut_ptr());
-    let scratch = Buffers { states, starts, ds, da };
-    let to = Gradients::new(job, &o, parts);
+    let [states, ds, da] = buffers(o.rows, o.states).map(|n| scratch.take(n).as_mut_ptr());
+    let scratch = Buffers { states, ds, da };
+    let (to, starts) = (Gradients::new(job, &o, parts), job.kept());
     let (dy, d_exit) = (Heads::new(&job.input(7)), States::new(&job.input(8)));
-    job.isa.run(Back { o, dy, d_exit, to, parts, tile, scratch });
+    job.isa.run(Back { o, dy, d_exit, to, starts, parts, tile, scratch });
 }
 
 #[derive(Copy, Clone)]
 struct Buffers {
     states: *mut f32,
-    starts: *mut f32,
     ds: *mut f32,
     da: *mut f32,
 }
@@ -80,6 +82,8 @@ struct Back<'a> {
     dy: Heads,
     d_exit: States,
     to: Gradients,
+    /// The states at which segments start.
+    starts: *mut f32,
     parts: usize,
     tile: usize,
     scratch: Buffers,
@@ -92,7 +96,12 @@ impl Task for Back<'_> {
     fn run<S: Simd>(self, s: S) {
         let (o, to) = (&self.o, self.to);
         let per_row = o.groups * o.states;
-        if self.tile == o.sequences * o.groups * self.parts {
+        let tiles = o.sequences * o.groups * self.parts;
+        let (round, tile) = (self.tile / (tiles + 1), self.tile % (tiles + 1));
+        if tile == tiles {
+            if round > 0 {
+                return;
+            }
             // SAFETY: gradients of rows of no sequence are this tile's.
             return rows_of_none(o.seqs, o.rows, |rows| unsafe {
                 zero(to.x.add(rows.start * o.channels()), rows.len() * o.channels());
@@ -104,34 +113,95 @@ impl Task for Back<'_> {
                 }
             });
         }
-        let (place, part) = (self.tile / self.parts, self.tile % self.parts);
+        let (place, part) = (tile / self.parts, tile % self.parts);
         let (sequence, group) = (sequence(o.seqs, place / o.groups), place % o.groups);
         let heads = heads(o, self.parts, group, part);
         let channels = heads.start * o.width..heads.end * o.width;
+        let blocks = channels.clone().step_by(LANES).map(|i| Channels::new(o, i, channels.end));
         let shared = (part * o.rows * o.groups + group) * o.states;
+        let walk = o.walk();
+        if round == 0 {
+            let decays = (sequence.index * o.heads + heads.start) * o.decays;
+            // SAFETY: the sequence's gradients of these heads are this tile's.
+            unsafe { zero(to.a.add(decays), heads.len() * o.decays) };
+        }
+        if round < walk.rounds_before() {
+            let tokens = walk.tokens_before(round, sequence);
+            for channels in blocks.filter(|_| !tokens.is_empty()) {
+                // SAFETY: the states of these heads with which the sequence's segments start are
+                // this tile's. Scratch is as large as `buffers` says.
+                unsafe { self.advance(s, sequence, &channels, tokens.clone()) };
+            }
+            return;
+        }
+        let Some((segments, last)) = walk.segments(round, sequence) else { return };
+        let rows = segments.start * walk.length..(segments.end * walk.length).min(sequence.rows);
+        let from = match last {
+            true => self.d_exit,
+            false => States::dense(to.state, o.heads, o.width, o.states),
+        };
         // SAFETY: the sequence's gradients of these heads, and this part of its gradients of
         // the group, are this tile's. Scratch is as large as `buffers` says.
         unsafe {
-            for row in sequence.range() {
+            for row in rows.map(|p| sequence.first + p) {
                 zero(to.b.add(shared + row * per_row), o.states);
                 zero(to.c.add(shared + row * per_row), o.states);
                 zero(to.dt.add(row * o.heads + heads.start), heads.len());
             }
-            let decays = (sequence.index * o.heads + heads.start) * o.decays;
-            zero(to.a.add(decays), heads.len() * o.decays);
-            for first in channels.clone().step_by(LANES) {
-                self.channels(s, sequence, &Channels::new(o, first, channels.end), shared);
+            for channels in blocks {
+                self.channels(s, sequence, &channels, shared, segments.clone(), from);
             }
         }
     }
 }
 
 impl Back<'_> {
-    /// Takes up to 16 channels through a sequence. `shared` is where the gradients of `b` and
-    /// `c` of the part and group begin.
+    /// Where the states of some channels are kept with which a segment starts that is not the first.
+    #[inline(always)]
+    fn start(&self, sequence: Sequence, segment: usize, channels: &Channels) -> *mut f32 {
+        let slot = self.o.walk().slot(sequence, segment) * self.o.channels() + channels.first;
+        self.starts.wrapping_add(slot * self.o.stride())
+    }
+
+    /// Advances the states of up to 16 channels by some tokens, each in the place of those with which
+    /// the next segment starts.
     ///
     /// # Safety
-    /// The gradients must be the tile's, and scratch large enough.
+    /// Those places must be the tile's, and scratch large enough.
+    #[inline(always)]
+    unsafe fn advance<S: Simd>(
+        &self,
+        s: S,
+        sequence: Sequence,
+        channels: &Channels,
+        tokens: Range<usize>,
+    ) {
+        let (o, b, length) = (&self.o, self.scratch, self.o.walk().length);
+        for p in tokens {
+            let segment = p / length;
+            let next = self.start(sequence, segment + 1, channels);
+            // SAFETY: the caller's; a round begins with a segment.
+            unsafe {
+                let from = match (p % length, segment) {
+                    (0, 0) => {
+                        o.load(s, o.state, sequence.index, channels, b.states);
+                        b.states
+                    }
+                    (0, _) => self.start(sequence, segment, channels),
+                    _ => next,
+                };
+                o.step(s, sequence.first + p, channels, (from, next), false);
+            }
+        }
+    }
+
+    /// Takes the gradients of the states of up to 16 channels back through some segments, from what
+    /// they are after the last of them. `shared` is where the gradients of `b` and `c` of the part and
+    /// group begin.
+    ///
+    /// # Safety
+    /// The gradients must be the tile's, the states with which segments start be there, and scratch
+    /// large enough.
     #[inline(always)]
     unsafe fn channels<S: Simd>(
         &self,
@@ -139,40 +209,35 @@ impl Back<'_> {
         sequence: Sequence,
         channels: &Channels,
         shared: usize,
+        segments: Range<usize>,
+        from: States,
     ) {
         let (o, b) = (&self.o, self.scratch);
-        let (length, size) = (segments(o.rows).0, LANES * o.stride());
+        let (length, size) = (o.walk().length, LANES * o.stride());
         let count = channels.count;
-        let at = o.state_at(sequence.index, channels.first);
-        let segments = sequence.rows.div_ceil(length);
         let heads = channels.heads[0]..channels.heads[count - 1] + 1;
-        // SAFETY: the caller's; a sequence has no more segments than all rows have, and 16
-        // channels no more than 16 heads.
+        // SAFETY: the caller's; 16 channels are of no more than 16 heads.
         unsafe {
             zero(b.da, heads.len() * o.stride());
-            o.load(s, o.state, sequence.index, channels, b.starts);
-            for p in 0..segments.saturating_sub(1) * length {
-                // The state of a segment is advanced in the place of the next one's.
-                let next = b.starts.add((p / length + 1) * size);
-                let from = if p % length == 0 { b.starts.add(p / length * size) } else { next };
-                let row = sequence.first + p;
-                o.step(s, row, channels, (from, next), false);
-            }
-            o.load(s, self.d_exit, sequence.index, channels, b.ds);
-            for segment in (0..segments).rev() {
-                let begin = segment * length;
-                let rows = (sequence.rows - begin).min(length);
-                let start = b.starts.add(segment * size).cast_const();
-                std::ptr::copy_nonoverlapping(start, b.states, count * o.stride());
+            o.load(s, from, sequence.index, channels, b.ds);
+            for segment in segments.rev() {
+                let first = sequence.first + segment * length;
+                let rows = (sequence.rows - segment * length).min(length);
+                if segment == 0 {
+                    o.load(s, o.state, sequence.index, channels, b.states);
+                } else {
+                    let start = self.start(sequence, segment, channels).cast_const();
+                    std::ptr::copy_nonoverlapping(start, b.states, count * o.stride());
+                }
                 for p in 0..rows {
                     let (from, to) = (b.states.add(p * size), b.states.add((p + 1) * size));
-                    let row = sequence.first + begin + p;
-                    o.step(s, row, channels, (from, to), false);
+                    o.step(s, first + p, channels, (from, to), false);
                 }
                 for p in (0..rows).rev() {
-                    self.descend(s, sequence.first + begin + p, channels, shared, p);
+                    self.descend(s, first + p, channels, shared, p);
                 }
             }
+            let at = o.state_at(sequence.index, channels.first);
             o.save(s, b.ds, count, self.to.state.add(at));
             for (i, head) in heads.enumerate() {
                 let from = b.da.add(i * o.stride());

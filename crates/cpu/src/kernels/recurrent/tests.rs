@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use graph::{Code, GatedDeltaAttrs, KeyHeads, NodeId, Op, vjp};
 
-use super::segments;
+use super::{QUICK, Sequence, Walk};
 use crate::Cpu;
+use crate::simd::LANES;
 use crate::testing::{Case, Every, Random, assert_close, devices, to_floats};
 
 /// What a dimension of an operand counts.
@@ -584,24 +585,55 @@ fn key_heads_are_shared_as_said() {
     }
 }
 
-/// P4: a backward pass keeps about 2 sqrt(T) states of 16 columns per thread, not T.
+/// P4: what a backward pass keeps is little beside the gradients that it gives: a state of 16 columns
+/// of a head every 64 tokens, to whose queries and keys it gives as many gradients as that has
+/// elements in 8; and a thread's scratch does not grow with the rows.
 #[test]
-fn scratch_grows_with_the_root_of_the_rows() {
-    for rows in [0, 1, 2, 3, 4, 5, 15, 16, 17, 99, 4096, 4097, 1 << 20] {
-        let (length, count) = segments(rows);
-        assert!(length * count >= rows && length * length <= rows + 2 * length, "{rows}");
-        assert!(length > 0 && count > 0 && count <= length.max(1), "{rows}");
+fn p4_few_states_are_kept() {
+    let (keys, heads) = (128, 32);
+    for rows in [1, 64, 65, 512, 4096, 100_000] {
+        let walk = Walk::in_segments(rows, keys * LANES, QUICK);
+        assert_eq!(walk.length, 64);
+        assert!(walk.longest(rows) <= 64 && walk.longest(rows) <= rows);
+        let (kept, given) = (walk.kept() * heads * keys * LANES, 2 * rows * heads * keys);
+        assert!(8 * kept <= given, "{rows}: {kept} beside {given}");
     }
-    assert_eq!([15, 16, 17].map(segments), [(4, 4), (4, 4), (5, 4)]);
-    let planned = |rows: usize| {
-        let r = delta(1, 1, 128, 128, false, KeyHeads::Cycle);
-        let values = Values::random(&r, rows, &[[0, rows as i32, 0]], &mut Random(9));
-        let (c, outputs) = values.graph(&r, true);
-        graph::plan(&c.graph, &outputs, &Cpu::new(1, None).unwrap()).unwrap().scratch_bytes
-    };
-    let state = 128 * 16 * 4;
-    assert!((60 * state..70 * state).contains(&planned(1024)), "{}", planned(1024));
-    assert!((120 * state..140 * state).contains(&planned(4096)), "{}", planned(4096));
+}
+
+/// Every token is taken once, forward and backward, in order; states are kept in places of their own.
+#[test]
+fn a_walk_takes_every_token_once() {
+    for (rows, elements) in [(1, 512), (7, 256), (40, 512), (100, 256), (100, 100)] {
+        let walk = Walk::new(rows, elements);
+        for (first, n) in [(0, rows), (rows / 3, rows / 2), (rows - 1, 1), (2, 0)] {
+            let sequence = Sequence { index: 0, first, rows: n };
+            let forward = (0..walk.rounds_forward()).flat_map(|r| walk.tokens(r, sequence));
+            assert!(forward.eq(0..n), "{rows} rows, {n} of a sequence");
+            let segments = n.div_ceil(walk.length);
+            let before = (0..walk.rounds_before()).flat_map(|r| walk.tokens_before(r, sequence));
+            assert!(before.eq(0..segments.saturating_sub(1) * walk.length));
+            let turns: Vec<_> = (walk.rounds_before()..walk.rounds())
+                .filter_map(|round| walk.segments(round, sequence))
+                .collect();
+            let back = turns.iter().flat_map(|(segments, _)| segments.clone().rev());
+            assert!(back.eq((0..segments).rev()), "{turns:?}");
+            // The first turn begins at the end of the sequence, though it have no rows.
+            assert!(turns.iter().enumerate().all(|(i, (_, last))| *last == (i == 0)));
+            assert!(!turns.is_empty());
+        }
+        // However the rows are cut into sequences.
+        for cut in 0..rows {
+            let [a, b] = [(0, cut), (cut, rows - cut)].map(|(first, rows)| Sequence {
+                index: 0,
+                first,
+                rows,
+            });
+            let of = |s: Sequence| (1..s.rows.div_ceil(walk.length)).map(move |i| walk.slot(s, i));
+            let slots: Vec<usize> = of(a).chain(of(b)).collect();
+            assert!(slots.iter().all(|&slot| slot < walk.kept()), "{slots:?} of {}", walk.kept());
+            assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "{slots:?}");
+        }
+    }
 }
 
 #[test]
