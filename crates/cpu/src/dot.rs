@@ -19,6 +19,8 @@ pub(crate) const WIDE: u32 = 8;
 pub(crate) const WIDE_ZERO: u8 = 128;
 
 /// Work that is compiled once per family that has a use for it.
+///
+/// What its fields say of their pointers, whoever makes one has made sure of.
 pub(crate) trait Kernel<S> {
     /// What it gives back.
     type Out;
@@ -28,6 +30,8 @@ pub(crate) trait Kernel<S> {
 
 /// Work around kernels, written for every family; itself compiled without a family's
 /// instructions.
+///
+/// What its fields say of their pointers, whoever makes one has made sure of.
 pub(crate) trait Driver {
     /// What it gives back.
     type Out;

@@ -183,7 +183,8 @@ fn grid(kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
             let panels = (goal / depth / rows.max(FREE_ROWS)).clamp(1, all);
             (rows, if panels > 3 { panels / 3 * 3 } else { panels })
         }
-        Kind::Transposed | Kind::Bf16 | Kind::Int16 | Kind::Memory => {
+        Kind::Int16 => return int16_grid(a, b, out),
+        Kind::Transposed | Kind::Bf16 | Kind::Memory => {
             // What is unpacked for a tile is worth it for many rows only, and pairs of panels
             // make whole units.
             let units = (goal / depth).max(1);
@@ -257,7 +258,6 @@ fn int16_grid(a: &Arg, b: &Arg, out: &Arg) -> Grid {
 fn grid_of(isa: Isa, kind: Kind, a: &Arg, b: &Arg, out: &Arg, ta: bool) -> Grid {
     match (kind, isa.family()) {
         (Kind::Bf16, Family::Amx) => bf16_grid(a, b, out),
-        (Kind::Int16, _) => int16_grid(a, b, out),
         _ => grid(kind, a, b, out, ta),
     }
 }
@@ -313,7 +313,7 @@ pub(crate) fn supports(call: &Call<'_>) -> Result<Needs, Unsupported> {
             let of = |g: Grid| bf16::scratch(g.rows, g.panels.min(float::TILE_PANELS));
             of(grid).max(of(wide))
         }
-        Kind::Int16 => int16::scratch(int16_grid(a, b, &call.out).panels),
+        Kind::Int16 => int16::scratch(grid.panels),
     };
     Ok(Needs { scratch: scratch_bytes(&[floats]), kept: 0 })
 }

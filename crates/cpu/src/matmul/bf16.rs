@@ -84,7 +84,7 @@ impl Driver for Bf16<'_> {
             // SAFETY: the tile's rows and panels exist, with their elements; scratch has the
             // parts that `scratch` counts.
             unsafe {
-                transpose(s, &part, self.weight, k, count);
+                transpose(s, self.weight, self.panels.clone(), k..k + count, self.scratch);
                 for panel in 0..self.panels.len() {
                     let at = self.scratch.add(panel * CHUNK * PANEL);
                     s.enter(Round { at, vectors: count });

@@ -123,7 +123,10 @@ impl Driver for Float<'_> {
                     }
                 }
                 Right::Transposed(w) => {
-                    let fill = |k: usize, count: usize| transpose(s, &self, w, k, count);
+                    let (panels, scratch) = (self.panels.clone(), self.scratch);
+                    let fill = |k: usize, count: usize| {
+                        transpose(s, w, panels.clone(), k..k + count, scratch)
+                    };
                     self.chunked(s, fill);
                 }
                 Right::F32(b) => {
@@ -145,6 +148,9 @@ impl Driver for Float<'_> {
 
 impl Float<'_> {
     /// Multiplies with panels `[K][16]` that lie `step` elements apart, chunk by chunk.
+    ///
+    /// # Safety
+    /// The tile's rows and panels must exist, and `b` be the first of all panels.
     unsafe fn multiply<S: Dot, E: Element>(&self, s: S, b: *const E, step: usize, chunk: usize) {
         let mut k = self.k.start;
         loop {
@@ -160,6 +166,9 @@ impl Float<'_> {
 
     /// As `multiply`, where `fill(k, count)` writes rows `k .. k + count` of the tile's panels to
     /// scratch memory, as f32.
+    ///
+    /// # Safety
+    /// As `multiply`; the tile must have the scratch of [`scratch_floats`].
     unsafe fn chunked<S: Dot>(&self, s: S, fill: impl Fn(usize, usize)) {
         let near = self.scratch.wrapping_add(scratch_floats(self.panels.len()));
         let b = self.scratch.cast_const();
@@ -242,21 +251,36 @@ impl Float<'_> {
     }
 }
 
+/// Runs the kernel for a block of so many rows, one of those that [`blocks`] gives for a family's
+/// largest: with `S` and `R` the vectors and the rows of `$kernel`.
+macro_rules! by_rows {
+    ($S:ident, $s:expr, $size:expr, |$R:ident| $kernel:expr) => {{
+        macro_rules! of {
+            ($rows:expr) => {{
+                const $R: usize = $rows;
+                return $s.enter($kernel);
+            }};
+        }
+        if const { $S::FLOAT_BLOCK.0 == 8 } && $size == 8 {
+            of!(8)
+        }
+        if const { $S::FLOAT_BLOCK.0 == 6 } && $size == 6 {
+            of!(6)
+        }
+        if const { $S::FLOAT_BLOCK.0 > 4 } && $size == 4 {
+            of!(4)
+        }
+        if $size == 2 {
+            of!(2)
+        }
+        of!(1)
+    }};
+}
+pub(super) use by_rows;
+
 /// Picks the kernel for a block of rows.
 fn rows<S: Dot, E: Element, const P: usize>(s: S, block: Block<E>, size: usize) {
-    if const { S::FLOAT_BLOCK.0 == 8 } && size == 8 {
-        return s.enter(Multiply::<E, 8, P>(block));
-    }
-    if const { S::FLOAT_BLOCK.0 == 6 } && size == 6 {
-        return s.enter(Multiply::<E, 6, P>(block));
-    }
-    if const { S::FLOAT_BLOCK.0 > 4 } && size == 4 {
-        return s.enter(Multiply::<E, 4, P>(block));
-    }
-    match size {
-        2 => s.enter(Multiply::<E, 2, P>(block)),
-        _ => s.enter(Multiply::<E, 1, P>(block)),
-    }
+    by_rows!(S, s, size, |R| Multiply::<E, R, P>(block))
 }
 
 /// A float type that vectors of f32 are loaded from.
@@ -379,6 +403,9 @@ impl<S: Dot, E: Element, const R: usize, const P: usize> Kernel<S> for Multiply<
 }
 
 /// Packs `count` rows from `k` on of the tile's panels: `[panel][CHUNK][16]`.
+///
+/// # Safety
+/// `b` must have those rows and the tile's columns, and the tile the scratch of [`scratch_floats`].
 unsafe fn gather<S: Dot, E: Element>(s: S, t: &Float<'_>, b: Strided<E>, k: usize, count: usize) {
     for (i, panel) in t.panels.clone().enumerate() {
         let column = panel * PANEL;
@@ -445,22 +472,29 @@ impl<S: Dot, E: Element> Kernel<S> for Gather<E> {
     }
 }
 
-/// Unpacks rows `k .. k + count` of a packed `[K, N]`, `k` a multiple of 16, into the tile's
-/// panels of columns: `[panel][CHUNK][16]`.
+/// Unpacks `rows` of a packed `[K, N]`, from a multiple of 16 on, into some panels of its columns:
+/// `[panel][CHUNK][16]`.
 ///
 /// # Safety
-/// The tile must be one of a product with `w`.
-pub(super) unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: usize, count: usize) {
+/// The weight must have those rows and panels, `scratch` the floats that [`scratch_floats`] counts
+/// for as many panels.
+pub(super) unsafe fn transpose<S: Dot>(
+    s: S,
+    w: Panels<'_>,
+    panels: Range<usize>,
+    rows: Range<usize>,
+    scratch: *mut f32,
+) {
     let g = w.geometry();
-    let column = t.panels.start * PANEL;
-    let columns = (t.panels.len() * PANEL).min(t.n - column);
-    let parts = parts(t.panels.len());
+    let column = panels.start * PANEL;
+    let columns = (panels.len() * PANEL).min(g.k - column);
+    let parts = parts(panels.len());
     let quads = Quads::of(g);
-    for row in (0..count).step_by(PANEL) {
-        let panel = w.panel((k + row) / PANEL).as_ptr();
+    for row in (0..rows.len()).step_by(PANEL) {
+        let panel = w.panel((rows.start + row) / PANEL).as_ptr();
         // SAFETY: the caller's; scratch holds the parts that `parts` describes.
         unsafe {
-            let to = t.scratch.add(row * LANES);
+            let to = scratch.add(row * LANES);
             let step = CHUNK * PANEL;
             match g.elements {
                 Elements::F32 => {
@@ -476,9 +510,9 @@ pub(super) unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: us
                     s.enter(TransposeFloats { from, columns, to, step });
                 }
                 Elements::Codes(_) => {
-                    let next = w.panel((k + row) / PANEL + 1).as_ptr();
+                    let next = w.panel((rows.start + row) / PANEL + 1).as_ptr();
                     s.enter(Ahead { geometry: g, panel: next, column, columns });
-                    transpose_codes(s, g, &quads, panel, column, columns, &parts, t.scratch, to);
+                    transpose_codes(s, g, &quads, panel, column, columns, &parts, scratch, to);
                 }
             }
         }
@@ -487,6 +521,9 @@ pub(super) unsafe fn transpose<S: Dot>(s: S, t: &Float<'_>, w: Panels<'_>, k: us
 
 /// Unpacks the 16 rows of a panel of a block format. `column` is a multiple of 32, and so is
 /// `columns`, as they are parts of rows of whole units.
+///
+/// # Safety
+/// As [`transpose`], of which this is a part: `panel` has those columns, `to` room for as many.
 #[allow(clippy::too_many_arguments)] // one caller
 unsafe fn transpose_codes<S: Dot>(
     s: S,

@@ -13,7 +13,7 @@ use std::ops::Range;
 use graph::INT16_GROUP;
 
 use super::blocks;
-use super::float::{CHUNK, Float, Right, Strided, scratch_floats, transpose};
+use super::float::{CHUNK, by_rows, scratch_floats, transpose};
 use crate::dot::{Dot, Driver, Kernel};
 use crate::pack::{PANEL, Panels};
 use crate::simd::{LANES, Simd};
@@ -123,23 +123,11 @@ impl Int16<'_> {
     ) {
         let all = self.panels.clone();
         for first in all.clone().step_by(UNPACKED) {
-            let some = Float {
-                a: Strided { start: std::ptr::null(), row: 0, col: 0 },
-                b: Right::Transposed(self.weight),
-                k: self.k.clone(),
-                n: self.weight.geometry().k,
-                rows: 0..0,
-                panels: first..(first + UNPACKED).min(all.end),
-                out: std::ptr::null_mut(),
-                out_step: 0,
-                more: false,
-                near: false,
-                scratch: self.scratch,
-            };
+            let some = first..(first + UNPACKED).min(all.end);
             // SAFETY: the caller's.
             unsafe {
-                transpose(s, &some, self.weight, k, count);
-                for (i, panel) in some.panels.clone().enumerate() {
+                transpose(s, self.weight, some.clone(), k..k + count, self.scratch);
+                for (i, panel) in some.enumerate() {
                     let at = panel - all.start;
                     s.enter(Encode {
                         from: self.scratch.add(i * CHUNK * PANEL),
@@ -204,19 +192,7 @@ fn rows<S: Dot, const P: usize>(s: S, block: Block, size: usize) {
     if const { S::FLOAT_BLOCK.1 < P } {
         return;
     }
-    if const { S::FLOAT_BLOCK.0 == 8 } && size == 8 {
-        return s.enter(Multiply::<8, P>(block));
-    }
-    if const { S::FLOAT_BLOCK.0 == 6 } && size == 6 {
-        return s.enter(Multiply::<6, P>(block));
-    }
-    if const { S::FLOAT_BLOCK.0 > 4 } && size == 4 {
-        return s.enter(Multiply::<4, P>(block));
-    }
-    match size {
-        2 => s.enter(Multiply::<2, P>(block)),
-        _ => s.enter(Multiply::<1, P>(block)),
-    }
+    by_rows!(S, s, size, |R| Multiply::<R, P>(block))
 }
 
 /// Operands of [`Multiply`].

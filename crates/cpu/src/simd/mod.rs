@@ -134,6 +134,8 @@ impl Isa {
 }
 
 /// Work that is compiled once per family. `run` must be `#[inline(always)]`.
+///
+/// What its fields say of their pointers, whoever makes one has made sure of.
 pub(crate) trait Task {
     /// What it gives back.
     type Out;

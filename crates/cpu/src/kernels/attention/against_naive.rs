@@ -5,6 +5,7 @@
 use graph::{AttentionAttrs, DType, Graph, NodeId, Op, Real, Unary, vjp};
 use reference::{Leaves, Mode, Value, eval};
 
+use super::KEYS;
 use crate::Cpu;
 use crate::testing::{Case, Random, devices, shape, to_floats};
 
@@ -205,6 +206,7 @@ impl Setup {
 fn f05_flash_attention_differentiates() {
     let attrs = AttentionAttrs { window: Some(8), ..PLAIN.attrs };
     Setup { attrs, ..PLAIN }.check("a window of 8", 1e-5);
+    Setup { attrs, seqs: &[KEYS + 1, 2 * KEYS + 2], ..PLAIN }.check("as much, longer", 1e-5);
 }
 
 /// `ne2 == ne02`: a change for grouped queries broke the backward pass of all others.
@@ -235,19 +237,24 @@ fn every_attribute_is_what_naive_attention_has() {
     ];
     let plain = PLAIN.attrs;
     let (softcap, alibi) = (Some(CAP), Some(EIGHT));
-    let short = Setup { seqs: &[40, 1, 19], ..PLAIN };
+    // One key more than two tiles of them, one key, one less than a tile, and a tile.
+    let long = Setup { seqs: &[2 * KEYS + 1, 1, KEYS - 1, KEYS], ..PLAIN };
     let all =
         AttentionAttrs { window: Some(9), chunk: Some(16), softcap, alibi, sinks: true, ..plain };
+    let far = AttentionAttrs { window: Some(KEYS as u32 + 9), chunk: Some(100), ..all };
     for (what, attrs, heads, slopes) in [
         ("a cap", AttentionAttrs { softcap, ..plain }, 8, &[][..]),
         ("chunks of 8", AttentionAttrs { chunk: Some(8), ..plain }, 8, &[]),
         ("chunks of 33", AttentionAttrs { chunk: Some(33), ..plain }, 8, &[]),
+        ("chunks of 100", AttentionAttrs { chunk: Some(100), ..plain }, 8, &[]),
+        ("a window over tiles", AttentionAttrs { window: Some(70), ..plain }, 8, &[]),
         ("sinks", AttentionAttrs { sinks: true, ..plain }, 8, &[]),
         ("biases", AttentionAttrs { alibi, ..plain }, 8, of_8),
         ("biases of 12 heads", AttentionAttrs { alibi, ..plain }, 12, of_12),
         ("everything", all, 12, of_12),
+        ("everything over tiles", far, 12, of_12),
     ] {
-        Setup { attrs, heads, slopes, ..short }.check(what, 1e-5);
+        Setup { attrs, heads, slopes, ..long }.check(what, 1e-5);
     }
 }
 

@@ -144,16 +144,16 @@ impl BackQ<'_> {
         let mut dout = [std::ptr::null(); CHUNK];
         let mut to_dots = [std::ptr::null_mut(); CHUNK];
         let mut to_products = [std::ptr::null_mut(); CHUNK];
-        let mut ds = [std::ptr::null(); CHUNK];
+        let skipped = chunk.vectors.start * LANES;
+        let first_dot = dots.as_mut_ptr().wrapping_add(skipped);
+        let first_product = products.as_mut_ptr().wrapping_add(skipped);
         let mut to = [std::ptr::null_mut(); CHUNK];
         let mut delta = [0.0; CHUNK];
         for r in 0..n {
             let (row, head) = chunk.queries[r];
             (q[r], dout[r]) = (o.q.at(row, head), back.dout.at(row, head));
-            let first = r * KEYS + chunk.vectors.start * LANES;
-            to_dots[r] = dots.as_mut_ptr().wrapping_add(first);
-            to_products[r] = products.as_mut_ptr().wrapping_add(first);
-            ds[r] = dots.as_ptr().wrapping_add(r * KEYS);
+            to_dots[r] = first_dot.wrapping_add(r * KEYS);
+            to_products[r] = first_product.wrapping_add(r * KEYS);
             let query = row * o.heads + head;
             to[r] = self.job.out::<f32>().wrapping_add(query * o.width);
             // SAFETY: statistics are dense and have the query.
@@ -170,7 +170,9 @@ impl BackQ<'_> {
         let (mut factors, running) = ([1.0; CHUNK], &mut self.buffers.running);
         let (logits, base, factors) = (back.logits, loaded.base, &mut factors);
         let cotangents = Some(Cotangents { products, delta });
-        s.call(Take { logits, chunk, base, dots, cotangents, running, factors });
+        s.call(Take { logits, chunk, base, dots: &mut *dots, cotangents, running, factors });
+        let dots = dots.as_ptr();
+        let ds: [_; CHUNK] = std::array::from_fn(|r| dots.wrapping_add(r * KEYS));
         let c = Coefficients { rows: &ds[..n], step: 1 };
         let (seen, factors) = (&chunk.seen[..n], Some(&factors[..n]));
         // SAFETY: the caller's; the results are the tile's.

@@ -90,14 +90,13 @@ impl Forward<'_> {
         let dots = &mut self.buffers.coefficients[..CHUNK * KEYS];
         let mut q = [std::ptr::null(); CHUNK];
         let mut to_dots = [std::ptr::null_mut(); CHUNK];
-        let mut weights = [std::ptr::null(); CHUNK];
+        let first = dots.as_mut_ptr().wrapping_add(chunk.vectors.start * LANES);
         let mut to = [std::ptr::null_mut(); CHUNK];
         for r in 0..n {
             let (row, head) = chunk.queries[r];
             let out = self.job.out::<f32>();
             q[r] = o.q.at(row, head);
-            to_dots[r] = dots.as_mut_ptr().wrapping_add(r * KEYS + chunk.vectors.start * LANES);
-            weights[r] = dots.as_ptr().wrapping_add(r * KEYS);
+            to_dots[r] = first.wrapping_add(r * KEYS);
             to[r] = out.wrapping_add((row * o.heads + head) * o.value_width);
         }
         let (keys, vectors) = (keys.skip(chunk.vectors.start), chunk.vectors.len());
@@ -105,7 +104,10 @@ impl Forward<'_> {
         unsafe { multiply(s, &to_dots[..n], &q[..n], keys, o.width, vectors) };
         let (mut factors, running) = ([1.0; CHUNK], &mut self.buffers.running);
         let (logits, factors) = (Logits::new(o), &mut factors);
-        s.call(Take { logits, chunk, base, dots, cotangents: None, running, factors });
+        let taken = &mut *dots;
+        s.call(Take { logits, chunk, base, dots: taken, cotangents: None, running, factors });
+        let dots = dots.as_ptr();
+        let weights: [_; CHUNK] = std::array::from_fn(|r| dots.wrapping_add(r * KEYS));
         let c = Coefficients { rows: &weights[..n], step: 1 };
         let (seen, factors) = (&chunk.seen[..n], Some(&factors[..n]));
         // SAFETY: the caller's; the results are the tile's.

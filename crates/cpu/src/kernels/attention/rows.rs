@@ -96,9 +96,12 @@ impl Task for FindRows<'_> {
         if let Some((prefix, pages)) = self.pages {
             own = cached.saturating_sub(self.base).min(self.range.end).max(own);
             let (mut column, mut slot) = (first / pages.page, first % pages.page);
+            // One pointer for all rows: another borrow would end those before it.
+            let converted = &mut self.converted[..own * self.width];
+            let converted = converted.as_mut_ptr();
             for i in self.range.start..own {
                 let bytes = pages.at(prefix, self.seq.index, (column, slot), self.head);
-                let to = self.converted[i * self.width..][..self.width].as_mut_ptr();
+                let to = converted.wrapping_add(i * self.width);
                 // SAFETY: `Operands` promise that the position is cached in these pages, whose
                 // rows have this width.
                 rows[i] = unsafe { convert(s, pages.storage, bytes, to, self.width) };
@@ -206,9 +209,8 @@ pub(super) unsafe fn transpose<S: Simd>(
     width: usize,
     to: &mut [f32],
 ) -> Panels {
-    let panels = Panels { start: to.as_ptr(), step: padded(width) * LANES };
-    s.call(Transpose { rows, range, width, to });
-    panels
+    s.call(Transpose { rows, range, width, to: &mut *to });
+    Panels { start: to.as_ptr(), step: padded(width) * LANES }
 }
 
 /// Copies rows, those of a range, into panels of 16 columns; others are not read, nor written.
@@ -223,9 +225,8 @@ pub(super) unsafe fn pack<S: Simd>(
     width: usize,
     to: &mut [f32],
 ) -> Panels {
-    let panels = Panels { start: to.as_ptr(), step: rows.len() * LANES };
-    s.call(Pack { rows, range, width, to });
-    panels
+    s.call(Pack { rows, range, width, to: &mut *to });
+    Panels { start: to.as_ptr(), step: rows.len() * LANES }
 }
 
 /// Floats of so many packed rows.

@@ -289,12 +289,14 @@ fn additions(add: &mut impl FnMut(&str, Setup)) {
         let cache = Some(Cache { dtype, page: 5, shared });
         add(&format!("everything, {dtype} pages"), Setup { cache, ..everything });
         // Pages longer than a tile of keys, of which one is full and one begun.
-        let cache = Some(Cache { dtype, page: 40, shared: false });
-        let seqs: &[[i32; 3]] = &[[0, 5, 37], [5, 3, 70]];
+        let cache = Some(Cache { dtype, page: 80, shared: false });
+        let seqs: &[[i32; 3]] = &[[0, 5, 77], [5, 3, 140]];
+        let long = Setup { cache, seqs, rows: 8, ..everything };
         add(
             &format!("everything, long {dtype} pages"),
-            Setup { cache, seqs, rows: 8, chunk: Some(33), window: Some(36), ..everything },
+            Setup { chunk: Some(97), window: Some(70), ..long },
         );
+        add(&format!("long {dtype} pages"), Setup { chunk: None, window: None, ..long });
     }
 }
 
