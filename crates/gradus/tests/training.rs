@@ -369,14 +369,14 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
         json(&run(&args).iter().map(String::as_str).collect::<Vec<_>>())
     };
     let free = plan(&[]);
-    assert_eq!(free["recompute"], "None");
+    assert_eq!(free["recompute"], "none");
     let needs = |plan: &Value| {
         let parts = ["arena_bytes", "scratch_bytes", "parameters_bytes"];
         parts.iter().map(|p| plan["plan"][p].as_u64().unwrap()).sum::<u64>()
     };
     let tight = (needs(&free) - 1) >> 20;
     let recomputed = plan(&["--memory-budget", &tight.to_string()]);
-    assert_eq!(recomputed["recompute"], "PerLayer");
+    assert_eq!(recomputed["recompute"], "per-layer");
     assert!(needs(&recomputed) <= tight << 20);
 }
 

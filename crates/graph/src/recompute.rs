@@ -8,10 +8,20 @@ use crate::*;
 /// What a training graph keeps for its backward pass.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Recompute {
-    /// Everything but transient values.
+    /// Everything but what is transient, see [`Graph::set_transient`].
     None,
     /// Only what crosses layers; each layer runs again before it is differentiated.
     PerLayer,
+}
+
+impl Recompute {
+    /// The name that settings and reports carry.
+    pub fn name(self) -> &'static str {
+        match self {
+            Recompute::None => "none",
+            Recompute::PerLayer => "per-layer",
+        }
+    }
 }
 
 /// The graph under a policy, and the same outputs in it. The values, bit for bit, are the

@@ -510,7 +510,13 @@ pub(crate) fn infer(op: &Op, args: &[Operand]) -> Rule {
                 let above = [yarn.ext_factor, yarn.beta_fast, yarn.beta_slow];
                 let ok = above.iter().all(|x| x.get() > 0.0 && x.get().is_finite());
                 want(ok && yarn.attn_factor.get().is_finite() && yarn.context > 0, || {
-                    format!("{yarn:?} has a number that is not above 0")
+                    let [ext, fast, slow] = above.map(|x| x.get());
+                    let (attn, context) = (yarn.attn_factor.get(), yarn.context);
+                    format!(
+                        "YaRN takes an extrapolation factor, fast and slow betas and a context \
+                         above 0 and a finite attention factor, not {ext}, {fast}, {slow}, \
+                         {context} and {attn}"
+                    )
                 })?;
                 let (base, scale) = (angles.base.get(), angles.freq_scale.get());
                 want(base > 1.0 && scale > 0.0, || {

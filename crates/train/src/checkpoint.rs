@@ -156,7 +156,9 @@ impl Snapshot {
         if *model != run.model {
             return differs("another model");
         }
-        let names = settings.keys().chain(run.settings.keys());
+        // What others are settings of comes first.
+        let first = "optimizer".to_string();
+        let names = std::iter::once(&first).chain(settings.keys()).chain(run.settings.keys());
         for name in names {
             let (then, now) = (settings.get(name), run.settings.get(name));
             if then != now {

@@ -208,9 +208,9 @@ impl TrainConfig {
             "ranks": ranks,
             "alpha": plain(*alpha),
             "rslora": rslora,
-            "method": format!("{method:?}"),
+            "optimizer": method.name(),
             "lr": plain(*lr),
-            "schedule": format!("{schedule:?}"),
+            "schedule": schedule.name(),
             "warmup": warmup,
             "weight_decay": plain(*weight_decay),
             "epochs": epochs,
@@ -224,11 +224,13 @@ impl TrainConfig {
             "chunk": rows,
             // How much of it the host keeps changes no bit.
             "horizon": walks.map_or(0, |w| w.horizon),
-            "cache": format!("{cache:?}"),
+            "cache": cache.name().to_lowercase(),
             "grad_precision": grad_precision.name(),
         });
         match settings {
             Value::Object(mut settings) => {
+                let own = method.settings().into_iter();
+                settings.extend(own.map(|(name, value)| (name.into(), json!(plain(value)))));
                 // Files from before there was dropout are of runs without it.
                 if dropout.get() != 0.0 {
                     settings.insert("dropout".into(), json!(plain(dropout.get())));

@@ -19,6 +19,16 @@ pub enum Schedule {
 }
 
 impl Schedule {
+    /// The name that settings and checkpoints carry.
+    pub fn name(self) -> &'static str {
+        match self {
+            Schedule::Constant => "constant",
+            Schedule::Linear => "linear",
+            Schedule::Cosine => "cosine",
+            Schedule::Wsd => "wsd",
+        }
+    }
+
     /// The factor on the learning rate at `step` (from 0) of `steps`: linear to 1 over the
     /// first `warmup` steps, reached on the last of them.
     pub fn factor(self, step: u64, steps: u64, warmup: u64) -> f32 {
@@ -70,6 +80,24 @@ impl Default for Method {
 }
 
 impl Method {
+    /// The name that settings and checkpoints carry.
+    pub fn name(self) -> &'static str {
+        match self {
+            Method::AdamW { .. } => "adamw",
+            Method::Sgd { .. } => "sgd",
+        }
+    }
+
+    /// Its own settings by name.
+    pub(crate) fn settings(self) -> Vec<(&'static str, f32)> {
+        match self {
+            Method::AdamW { beta1, beta2, eps } => {
+                vec![("beta1", beta1), ("beta2", beta2), ("eps", eps)]
+            }
+            Method::Sgd { momentum } => vec![("momentum", momentum)],
+        }
+    }
+
     /// Numbers it keeps for each that moves.
     pub fn moments(self) -> usize {
         match self {
@@ -233,8 +261,9 @@ impl Optimizer {
             }
             (method, kept) => {
                 return Err(Error::Stopped(format!(
-                    "the optimizer keeps {} moments of `{name}`, {method:?} has {}",
+                    "the optimizer keeps {} moments of `{name}`, {} has {}",
                     kept.len(),
+                    method.name(),
                     method.moments()
                 )));
             }

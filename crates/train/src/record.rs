@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use graph::Recompute;
 use runs::{End, Error, Evaluation, Planned, RunFolder, RunInfo, State, Step};
 use serde_json::{Value, json};
 
@@ -152,11 +151,7 @@ pub fn all_settings(
 ) -> BTreeMap<String, Value> {
     let mut all: BTreeMap<String, Value> = asked.into_iter().collect();
     all.extend(config.settings());
-    let recompute = match config.graph.recompute {
-        Recompute::None => json!("none"),
-        Recompute::PerLayer => json!("per-layer"),
-    };
-    all.insert("recompute".into(), recompute);
+    all.insert("recompute".into(), json!(config.graph.recompute.name()));
     // The one that what decides the result leaves out where it is 0.
     if config.graph.dropout.get() == 0.0 {
         all.insert("dropout".into(), json!(0.0));

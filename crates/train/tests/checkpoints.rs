@@ -245,11 +245,19 @@ fn checkpoints_of_other_runs_are_refused_by_name() {
     };
     let e = other(&|c| c.lr = 1e-3);
     assert!(e.contains("a run with `lr` 0.003, this one has 0.001;"), "{e}");
+    // As options are spelled.
+    let e = other(&|c| c.schedule = Schedule::Constant);
+    assert!(e.contains("a run with `schedule` \"wsd\", this one has \"constant\";"), "{e}");
+    let e = other(&|c| c.method = Method::Sgd { momentum: 0.5 });
+    assert!(e.contains("a run with `optimizer` \"adamw\", this one has \"sgd\";"), "{e}");
+    let e = other(&|c| c.graph.cache = graph::DType::Block(TensorType::Q8_0));
+    assert!(e.contains("a run with `cache` \"f16\", this one has \"q8_0\";"), "{e}");
     for (change, name) in [
         (&(|c: &mut TrainConfig| c.rank = 5) as &dyn Fn(&mut TrainConfig), "rank"),
         (&|c| c.seed = 1, "seed"),
         (&|c| c.graph.rows = 64, "window"),
-        (&|c| c.method = Method::Sgd { momentum: 0.0 }, "method"),
+        (&|c| c.method = Method::Sgd { momentum: 0.0 }, "optimizer"),
+        (&|c| c.method = Method::AdamW { beta1: 0.8, beta2: 0.999, eps: 1e-8 }, "beta1"),
         (&|c| c.schedule = Schedule::Linear, "schedule"),
         (&|c| c.keep_best = true, "keep_best"),
     ] {

@@ -193,9 +193,10 @@ impl<R: Read> Read for Quotes<R> {
 }
 
 fn reading(what: &str, e: csv::Error) -> Failure {
+    let said = e.to_string();
     match e.into_kind() {
         ErrorKind::Io(e) => Failure::Read(e),
         ErrorKind::Utf8 { err, .. } => Failure::Read(io::Error::other(format!("{what}: {err}"))),
-        other => Failure::Read(io::Error::other(format!("{what}: {other:?}"))),
+        _ => Failure::Read(io::Error::other(format!("{what}: {said}"))),
     }
 }

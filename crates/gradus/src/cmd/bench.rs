@@ -250,7 +250,7 @@ fn train(args: &Args) -> Result<()> {
             "window": window,
             "rank": args.rank,
             "repetitions": args.repetitions,
-            "recompute": format!("{:?}", args.recompute.policy()),
+            "recompute": args.recompute.policy().name(),
             "grad_precision": args.grad_precision.of(&model).name(),
             "train_tokens_per_s": median(rates),
             "train_tokens_per_s_all": rates,

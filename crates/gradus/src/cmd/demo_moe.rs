@@ -81,7 +81,7 @@ fn wait(server: &Server) -> Result<TrainStatus> {
             (State::Done, _) => return Ok(status),
             (State::Starting | State::Running, _) => std::thread::sleep(Duration::from_millis(5)),
             (_, Some(e)) => return Err(failed(e.message.clone())),
-            (state, None) => return Err(failed(format!("the job ended as {state:?}"))),
+            (state, None) => return Err(failed(format!("the job ended as {}", json!(state)))),
         }
     }
 }

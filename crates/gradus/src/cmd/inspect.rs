@@ -140,8 +140,8 @@ fn training(model: &Model, args: &Args) -> Result<Training> {
         )?;
         Ok(gradients.plan(&parameters)?.arena_bytes())
     };
-    let arenas = [("none", Recompute::None), ("per-layer", Recompute::PerLayer)]
-        .map(|(name, policy)| (name, plan(policy).map_err(|e| e.to_string())));
+    let arenas = [Recompute::None, Recompute::PerLayer]
+        .map(|policy| (policy.name(), plan(policy).map_err(|e| e.to_string())));
     Ok(Training { targets, parameters: numbers, arenas: arenas.into() })
 }
 

@@ -389,7 +389,7 @@ fn describe(args: &Args, data: &Data, targets: usize, ready: &mut Ready<'_>) -> 
             "targets": targets,
             "parameters": ready.parameters,
             "steps": ready.steps,
-            "recompute": format!("{:?}", ready.recompute),
+            "recompute": ready.recompute.name(),
             "trains": true,
             "fits": ready.over.is_none(),
             "why": ready.over,
