@@ -16,7 +16,7 @@ use crate::moved::Moved;
 use crate::{Error, Example, Result};
 
 /// The version of the files written here.
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 /// The metadata key of everything that is no tensor.
 const KEY: &str = "gradus.checkpoint";
@@ -40,6 +40,8 @@ pub(crate) struct Identity {
     pub(crate) data: u64,
     pub(crate) model: u64,
     pub(crate) family: String,
+    /// Of the arithmetic, see [`graph::NUMERICS`].
+    pub(crate) numerics: u64,
 }
 
 /// How far a run has come.
@@ -145,9 +147,10 @@ impl Snapshot {
         &self.identity.family
     }
 
-    /// What it holds, if it is of the run that asks.
-    pub(crate) fn of(self, run: &Identity, any_family: bool) -> Result<(Cursor, Tensors)> {
-        let Identity { settings, start, data, model, family } = &self.identity;
+    /// What it holds, if it is of the run that asks; with `any_bits` also if it came to its bits by
+    /// other kernels or another arithmetic.
+    pub(crate) fn of(self, run: &Identity, any_bits: bool) -> Result<(Cursor, Tensors)> {
+        let Identity { settings, start, data, model, family, numerics } = &self.identity;
         let differs = |what: &str| {
             Err(Error::Setting(format!(
                 "the checkpoint is of {what}; give the same, or start anew without it"
@@ -187,18 +190,26 @@ impl Snapshot {
         if *data != run.data {
             return differs("other data");
         }
-        if *family != run.family && !any_family {
+        if *family != run.family && !any_bits {
             return differs(&format!(
                 "a run with `{family}` kernels, these are `{}`, whose results differ in their last \
                  bits",
                 run.family
             ));
         }
+        if *numerics != run.numerics && !any_bits {
+            return Err(Error::Setting(format!(
+                "the checkpoint is of a run by a build whose arithmetic has the number {numerics}, \
+                 that of this one has {}, and results differ in their last bits; go on with that \
+                 build, or start anew without it",
+                run.numerics
+            )));
+        }
         Ok((self.cursor, Tensors(self.tensors)))
     }
 
     fn header(&self) -> Value {
-        let Identity { settings, start, data, model, family } = &self.identity;
+        let Identity { settings, start, data, model, family, numerics } = &self.identity;
         let Cursor { steps, first_step, next, epoch_loss, last_loss, best, due, moved } =
             &self.cursor;
         // Floats by their bits: a decimal need not come back the same.
@@ -210,6 +221,7 @@ impl Snapshot {
             "data": data,
             "model": model,
             "family": family,
+            "numerics": numerics,
             "steps": steps,
             "first_step": first_step,
             "next": [next.0, next.1],
@@ -237,6 +249,7 @@ impl Snapshot {
             data: number("data")?,
             model: number("model")?,
             family: header.get("family")?.as_str()?.to_string(),
+            numerics: number("numerics")?,
         };
         let (next, sums) = (list("next", 2)?, list("epoch_loss", 2)?);
         let best = match header.get("best")? {
@@ -306,7 +319,10 @@ impl Snapshot {
         let version = header.get("version").and_then(Value::as_u64);
         if version != Some(VERSION) {
             let shown = version.map_or("none".to_string(), |v| v.to_string());
-            return Err(wrong(&format!("its version is {shown}, expected {VERSION}")));
+            return Err(wrong(&format!(
+                "its version is {shown}, expected {VERSION}; go on with the build that wrote it, or \
+                 start anew without it"
+            )));
         }
         let parsed = Snapshot::parse(&header);
         let (identity, cursor) = parsed

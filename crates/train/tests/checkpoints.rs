@@ -289,6 +289,27 @@ fn a_checkpoint_of_another_kernel_family_is_refused_unless_forced() {
     run(resumed);
 }
 
+/// Another build may compute in another order: going on with it has to be asked for.
+#[test]
+fn a_checkpoint_of_another_arithmetic_is_refused_unless_forced() {
+    let model = toy("llama", TensorType::Q8_0, 3);
+    let config = config(&model);
+    let path = folder("arithmetic").with_extension("safetensors");
+    trainer(&model, &config).snapshot().unwrap().write(&path).unwrap();
+    let key = format!("\\\"numerics\\\":{}", graph::NUMERICS);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let at = bytes.windows(key.len()).position(|w| w == key.as_bytes()).unwrap() + key.len() - 1;
+    bytes[at] = if bytes[at] == b'9' { b'8' } else { bytes[at] + 1 };
+    std::fs::write(&path, &bytes).unwrap();
+    let snapshot = Snapshot::read(&path).unwrap();
+    let mut resumed = trainer(&model, &config);
+    let e = resumed.restore(snapshot.clone(), false).unwrap_err().to_string();
+    let own = format!("that of this one has {}", graph::NUMERICS);
+    assert!(e.contains("a build whose arithmetic has the number") && e.contains(&own), "{e}");
+    resumed.restore(snapshot, true).unwrap();
+    run(resumed);
+}
+
 #[test]
 fn damaged_checkpoints_are_named_and_passed_over() {
     let model = toy("llama", TensorType::Q8_0, 3);
@@ -311,14 +332,14 @@ fn damaged_checkpoints_are_named_and_passed_over() {
     }
     // A header that lies.
     let header =
-        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":3", "\\\"version\\\":9", 1);
+        String::from_utf8_lossy(&bytes).replacen("\\\"version\\\":4", "\\\"version\\\":9", 1);
     assert!(header.contains("\\\"version\\\":9"));
-    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":3").unwrap();
+    let at = bytes.windows(13).position(|w| w == b"\\\"version\\\":4").unwrap();
     let mut lies = bytes.clone();
     lies[at + 12] = b'9';
     std::fs::write(last, &lies).unwrap();
     let e = Snapshot::read(last).unwrap_err().to_string();
-    assert!(e.ends_with("its version is 9, expected 3"), "{e}");
+    assert!(e.contains("its version is 9, expected 4; go on with the build that wrote it"), "{e}");
     checkpoints.clear();
     assert!(!checkpoints.folder().exists());
 }

@@ -19,6 +19,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             data: self.data,
             model: model.fingerprint(),
             family: model.device().family().to_string(),
+            numerics: graph::NUMERICS,
         }
     }
 
@@ -109,13 +110,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         Some(at.after(len))
     }
 
-    /// Goes on from a snapshot of the same run, after [`Trainer::load`]. `any_family` also takes
-    /// one that was made with other kernels, after which bits are no longer the same.
+    /// Goes on from a snapshot of the same run, after [`Trainer::load`]. `any_bits` also takes
+    /// one that was made with other kernels or another arithmetic, after which bits are no longer
+    /// the same.
     ///
     /// # Errors
     /// When it is of another model, other settings or other data, by name.
-    pub fn restore(&mut self, snapshot: Snapshot, any_family: bool) -> Result<()> {
-        let (cursor, mut tensors) = snapshot.of(&self.identity(), any_family)?;
+    pub fn restore(&mut self, snapshot: Snapshot, any_bits: bool) -> Result<()> {
+        let (cursor, mut tensors) = snapshot.of(&self.identity(), any_bits)?;
         self.fill()?;
         let moments = self.config.method.moments();
         let mut best_values = Vec::new();

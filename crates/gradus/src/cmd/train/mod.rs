@@ -131,7 +131,8 @@ pub struct KeepingArgs {
     #[arg(long)]
     pub resume: bool,
 
-    /// Also from a checkpoint made with other kernels, after which bits differ
+    /// Also from a checkpoint made with other kernels, or by a build with another arithmetic, after
+    /// which bits differ
     #[arg(long, requires = "resume")]
     pub any_kernels: bool,
 }
