@@ -10,8 +10,10 @@ pub struct Cost {
     pub float: f64,
     /// The same of 8-bit blocks.
     pub block: f64,
-    /// The same of what a rounded gradient passes: rows of bf16 or int16 times blocks.
-    pub rounded: f64,
+    /// The same of gradients that pass blocks in bf16.
+    pub bf16: f64,
+    /// The same of gradients that pass blocks in 16-bit block floating point.
+    pub int16: f64,
     /// Exponentials, and functions that take about as long.
     pub functions: f64,
     /// Bytes that are read and written by everything that is no product.
@@ -22,7 +24,8 @@ impl std::ops::AddAssign for Cost {
     fn add_assign(&mut self, other: Cost) {
         self.float += other.float;
         self.block += other.block;
-        self.rounded += other.rounded;
+        self.bf16 += other.bf16;
+        self.int16 += other.int16;
         self.functions += other.functions;
         self.bytes += other.bytes;
     }
@@ -58,7 +61,8 @@ fn of_step(step: &Step) -> Cost {
     // The left operand says what is multiplied: one of 8 bits, blocks.
     let product = |n: f64| match step.args.first().map(|a| a.arg.dtype) {
         Some(DType::F32 | DType::F16) | None => float(n),
-        Some(DType::BF16 | DType::Int16Rows) => Cost { rounded: n, ..Cost::default() },
+        Some(DType::BF16) => Cost { bf16: n, ..Cost::default() },
+        Some(DType::Int16Rows) => Cost { int16: n, ..Cost::default() },
         Some(_) => Cost { block: n, ..Cost::default() },
     };
     // A and B of the slots lie after the operands that all have.

@@ -87,8 +87,9 @@ fn costs_follow_the_precision() {
         let (graph, outputs) = grad_precision(graph, outputs, precision).unwrap();
         let cost = Cost::of(&plan(&graph, &outputs, &any_layout()).unwrap());
         let [blocks, floats] = [3 * 64 * 32, 3 * 64 * 8].map(f64::from);
-        let rounded = if precision == GradPrecision::F32 { 0.0 } else { blocks };
-        assert_eq!((cost.block, cost.rounded), (blocks, rounded));
-        assert_eq!(cost.float, 2.0 * floats + blocks - rounded);
+        let of = |which| if precision == which { blocks } else { 0.0 };
+        assert_eq!((cost.block, cost.bf16), (blocks, of(GradPrecision::Bf16)), "{precision:?}");
+        assert_eq!(cost.int16, of(GradPrecision::Int16), "{precision:?}");
+        assert_eq!(cost.float, 2.0 * floats + of(GradPrecision::F32), "{precision:?}");
     }
 }

@@ -1,6 +1,6 @@
 //! How long a run takes, told before it starts: what its graphs cost, at rates measured now.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use graph::{
     Binary, Cost, DType, Device, GradPrecision, Graph, HostTensor, Leaf, NodeId, Op, Segment,
@@ -9,6 +9,9 @@ use graph::{
 
 use crate::{Error, Result};
 
+/// Nothing is measured again after so long.
+const ENOUGH: Duration = Duration::from_millis(100);
+
 /// How fast a device is, as measured with products and sums of its own.
 #[derive(Copy, Clone, PartialEq, Debug)]
 pub struct Rates {
@@ -16,8 +19,10 @@ pub struct Rates {
     pub float: f64,
     /// The same of 8-bit blocks, a second.
     pub block: f64,
-    /// The same of gradients through blocks in the precision that is fastest, a second.
-    pub rounded: f64,
+    /// The same of gradients through blocks in bf16, a second.
+    pub bf16: f64,
+    /// The same of gradients through blocks in int16, a second.
+    pub int16: f64,
     /// Exponentials a second.
     pub functions: f64,
     /// Bytes read and written, a second.
@@ -28,11 +33,12 @@ impl Rates {
     /// Seconds that something takes.
     pub fn seconds(&self, cost: &Cost) -> f64 {
         let products = cost.float / self.float + cost.block / self.block;
-        let products = products + cost.rounded / self.rounded;
-        products + cost.functions / self.functions + cost.bytes / self.bytes
+        let rounded = cost.bf16 / self.bf16 + cost.int16 / self.int16;
+        products + rounded + cost.functions / self.functions + cost.bytes / self.bytes
     }
 
-    /// Measures a device with graphs that take some 16 MiB and some milliseconds each.
+    /// Measures a device with graphs that take some 16 MiB and some milliseconds each: gradients in
+    /// each precision, since a job may ask for any.
     ///
     /// # Errors
     /// When the device has no kernel for a product or a sum, or memory is out.
@@ -63,17 +69,15 @@ impl Rates {
         let leaves = [Leaf::Host(&rows), Leaf::Resident(resident.as_ref())];
         let block_rate = madds / time(device, &block, y, &leaves)?;
 
-        let rounded_rate = match device.grad_precision() {
-            GradPrecision::F32 => float_rate,
-            precision => {
-                let mut rounded = Graph::new();
-                let a = rounded.leaf("a", shape(&[ROWS, WIDTH])?, DType::F32)?;
-                let w = rounded.weight("w", of, ty)?;
-                let cast = rounded.cast(a, precision.dtype())?;
-                let y = rounded.push(Op::MatMul { ta: false, tb: false }, &[cast, w], "y")?;
-                madds / time(device, &rounded, y, &leaves)?
-            }
+        let rounded = |precision: GradPrecision| -> Result<f64> {
+            let mut rounded = Graph::new();
+            let a = rounded.leaf("a", shape(&[ROWS, WIDTH])?, DType::F32)?;
+            let w = rounded.weight("w", of, ty)?;
+            let cast = rounded.cast(a, precision.dtype())?;
+            let y = rounded.push(Op::MatMul { ta: false, tb: false }, &[cast, w], "y")?;
+            Ok(madds / time(device, &rounded, y, &leaves)?)
         };
+        let (bf16, int16) = (rounded(GradPrecision::Bf16)?, rounded(GradPrecision::Int16)?);
 
         let mut sum = Graph::new();
         let n = 1 << 21;
@@ -90,12 +94,12 @@ impl Rates {
         let a = exp.leaf("a", shape(&[n])?, DType::F32)?;
         let y = exp.push(Op::Unary(Unary::Exp), &[a], "y")?;
         let functions = n as f64 / time(device, &exp, y, &[Leaf::Host(&leaf(&vec![0.5; n]))])?;
-        let (float, block, rounded) = (float_rate, block_rate, rounded_rate);
-        Ok(Rates { float, block, rounded, functions, bytes })
+        Ok(Rates { float: float_rate, block: block_rate, bf16, int16, functions, bytes })
     }
 }
 
-/// The shortest time of a few runs, in seconds. Leaves are in the order they were made.
+/// The shortest time of a few runs, in seconds: of one, where that takes long. Leaves are in the
+/// order they were made.
 fn time(device: &dyn Device, graph: &Graph, output: NodeId, leaves: &[Leaf<'_>]) -> Result<f64> {
     let plan = graph::plan(graph, &[output], device)?;
     let order = plan.leaves.iter().map(|slot| slot.node.index());
@@ -107,10 +111,75 @@ fn time(device: &dyn Device, graph: &Graph, output: NodeId, leaves: &[Leaf<'_>])
     let bound = bound.ok_or_else(|| Error::Stopped("a leaf is not bound".into()))?;
     let mut arena = device.arena(plan.arena_bytes)?;
     let mut best = f64::INFINITY;
+    let first = Instant::now();
     for _ in 0..4 {
         let began = Instant::now();
         device.run(&plan, &bound, arena.as_mut(), Segment::default(), &())?;
         best = best.min(began.elapsed().as_secs_f64());
+        if first.elapsed() > ENOUGH {
+            break;
+        }
     }
     Ok(best.max(1e-9))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use graph::{Arena, Call, Fault, Needs, Plan, Progress, Resident, Stop, Unsupported};
+
+    use super::*;
+
+    /// Notes what products of blocks multiply.
+    struct Watched(cpu::Cpu, Mutex<Vec<DType>>);
+
+    impl Device for Watched {
+        fn name(&self) -> &'static str {
+            self.0.name()
+        }
+
+        fn family(&self) -> &'static str {
+            self.0.family()
+        }
+
+        fn supports(&self, call: &Call<'_>) -> std::result::Result<Needs, Unsupported> {
+            self.0.supports(call)
+        }
+
+        fn load(&self, tensor: &HostTensor<'_>) -> std::result::Result<Arc<dyn Resident>, Fault> {
+            self.0.load(tensor)
+        }
+
+        fn arena(&self, bytes: usize) -> std::result::Result<Box<dyn Arena>, Fault> {
+            self.0.arena(bytes)
+        }
+
+        fn run(
+            &self,
+            plan: &Plan,
+            leaves: &[Leaf<'_>],
+            arena: &mut dyn Arena,
+            from: Segment,
+            stop: &dyn Stop,
+        ) -> std::result::Result<Progress, Fault> {
+            let products = plan.steps.iter().filter(|step| matches!(step.op, Op::MatMul { .. }));
+            let left = products.filter_map(|step| step.args.first()).map(|a| a.arg.dtype);
+            self.1.lock().unwrap().extend(left);
+            self.0.run(plan, leaves, arena, from, stop)
+        }
+    }
+
+    #[test]
+    fn each_precision_is_measured_whatever_the_device_takes_by_itself() {
+        let device = Watched(cpu::Cpu::new(1, None).unwrap(), Mutex::default());
+        let rates = Rates::measure(&device).unwrap();
+        let mut measured = device.1.into_inner().unwrap();
+        measured.dedup();
+        assert_eq!(measured, [DType::F32, DType::Q8Rows, DType::BF16, DType::Int16Rows]);
+        let Rates { float, block, bf16, int16, functions, bytes } = rates;
+        for rate in [float, block, bf16, int16, functions, bytes] {
+            assert!(rate > 0.0 && rate.is_finite(), "{rates:?}");
+        }
+    }
 }

@@ -11,7 +11,10 @@ use graph::{DType, GradPrecision, Recompute};
 use model::toy::Toy;
 use model::{Adapter, Model};
 use testkit::Random;
-use train::{Example, Gradients, GraphConfig, Measured, Parameters, Window, select_targets};
+use train::{
+    Example, Gradients, GraphConfig, Measured, Parameters, Rates, TrainConfig, Trainer, Window,
+    select_targets,
+};
 
 fn toy(arch: &'static str, ty: TensorType, family: Family, threads: usize) -> Model {
     let device = Arc::new(Cpu::new(threads, Some(family)).unwrap());
@@ -128,4 +131,32 @@ fn amx_is_a_family_of_its_own_in_bf16_alone() {
     let of = |family, p| measure(&toy("llama", TensorType::Q4_1, family, 2), p, Recompute::None);
     assert_eq!(of(amx, F32).grads, of(avx512, F32).grads);
     assert_ne!(of(amx, Bf16).grads, of(avx512, Bf16).grads);
+}
+
+/// With made-up rates: the time a run takes is told at that of the precision it asks for.
+#[test]
+fn time_is_told_at_the_rate_of_the_precision_that_is_asked_for() {
+    let model = toy("llama", TensorType::Q8_0, Family::Portable, 1);
+    let far = 1e30;
+    let rates = Rates { float: far, block: far, bf16: 2.0, int16: 8.0, functions: far, bytes: far };
+    let of = |grad_precision: GradPrecision| {
+        let config = TrainConfig {
+            targets: select_targets(&model, &["all".into()]).unwrap(),
+            graph: GraphConfig { rows: 32, grad_precision, ..GraphConfig::default() },
+            ..TrainConfig::default()
+        };
+        let mut trainer = Trainer::new(&model, config).unwrap();
+        let example = Example { tokens: (1..30).collect(), weights: vec![1.0; 29] };
+        trainer.load(vec![example], Vec::new()).unwrap();
+        let cost = trainer.cost().unwrap();
+        (cost, rates.seconds(&cost))
+    };
+    let ((float, least), (bf16, half), (int16, eighth)) = (of(F32), of(Bf16), of(Int16));
+    let products = bf16.bf16;
+    assert!(products > 1e5, "{products}");
+    assert_eq!((float.bf16, float.int16, bf16.int16, int16.bf16), (0.0, 0.0, 0.0, 0.0));
+    assert_eq!((int16.int16, float.float - bf16.float), (products, products));
+    assert!(least < 1e-9, "{least}");
+    assert!((half * 2.0 / products - 1.0).abs() < 1e-9, "{half} for {products}");
+    assert!((eighth * 8.0 / products - 1.0).abs() < 1e-9, "{eighth} for {products}");
 }
