@@ -127,15 +127,6 @@ impl Case {
         self.values.insert(id, (node.dtype, node.shape, Bytes::new(bytes)));
     }
 
-    /// Takes a rewrite of the graph; its leaves keep the values of those of their names.
-    pub(crate) fn rename(&mut self, graph: Graph) {
-        let values = std::mem::take(&mut self.values).into_iter();
-        self.values = values
-            .filter_map(|(id, v)| Some((graph.find_leaf(&self.graph.node(id).name)?, v)))
-            .collect();
-        self.graph = graph;
-    }
-
     pub(crate) fn floats(&mut self, name: &str, dims: &[usize], v: &[f32]) -> NodeId {
         let bytes: Vec<u8> = v.iter().flat_map(|x| x.to_le_bytes()).collect();
         self.bytes(name, DType::F32, dims, &bytes)

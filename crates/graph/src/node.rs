@@ -81,11 +81,6 @@ impl Graph {
         std::mem::replace(&mut self.transient, transient)
     }
 
-    /// Whether nodes pushed now are transient.
-    pub(crate) fn is_transient(&self) -> bool {
-        self.transient
-    }
-
     /// A leaf bound to host memory when the graph runs, or the existing one of that name.
     ///
     /// # Errors

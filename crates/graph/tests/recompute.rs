@@ -182,3 +182,37 @@ fn random_graphs_give_the_same_values() {
     println!("{clones} clones");
     assert!(clones > 250, "{clones}");
 }
+
+/// What is drawn again rather than kept (a mask of dropout) is computed again under every policy,
+/// and nothing else is under the one that keeps all.
+#[test]
+fn what_is_transient_is_computed_again_whatever_the_policy() {
+    let build = |transient: bool| {
+        let mut g = Graph::new();
+        let x = g.leaf("x", shape(&[4, 32]), DType::F32).unwrap();
+        let b = g.leaf("b", shape(&[8, 32]), DType::F32).unwrap();
+        let dy = g.leaf("dy", shape(&[4, 8]), DType::F32).unwrap();
+        g.set_layer(Some(3));
+        let kept = g.unary(Unary::Tanh, x).unwrap();
+        assert!(!g.set_transient(transient));
+        let again = g.unary(Unary::Silu, kept).unwrap();
+        assert_eq!(g.set_transient(false), transient);
+        let y = g.project(again, b).unwrap();
+        g.set_layer(None);
+        let y = g.unary(Unary::Abs, y).unwrap();
+        let back = vjp(&g, &[(y, dy)], &[x, b]).unwrap();
+        // Gradients are not, whatever they are of.
+        assert!(back.graph.ids().skip(g.len()).all(|id| !back.graph.node(id).transient));
+        (back.graph, [&[y][..], &back.grads].concat())
+    };
+    let again = |transient: bool, policy: Recompute| {
+        let (graph, outputs) = build(transient);
+        let (new, outs) = recompute(&graph, &outputs, policy).unwrap();
+        assert!(symbolic::evaluate(&graph, &outputs) == symbolic::evaluate(&new, &outs));
+        let again = nodes(&new).into_iter().filter(|n| n.pass == Pass::Again);
+        again.map(|n| n.op.name()).collect::<Vec<_>>()
+    };
+    assert_eq!(again(true, Recompute::None), ["Silu"]);
+    assert_eq!(again(false, Recompute::None), [""; 0]);
+    assert_eq!(again(true, Recompute::PerLayer), ["Tanh", "Silu"]);
+}

@@ -96,6 +96,9 @@ pub struct Measured {
     pub grads: BTreeMap<String, Vec<f32>>,
 }
 
+/// Bytes of the logits that are there at a time, and of their gradients.
+const PIECE_BYTES: usize = 128 << 20;
+
 /// Most packed sequences of a window, per row.
 const SEQS_PER_ROW: usize = 4;
 
@@ -157,6 +160,8 @@ pub struct Gradients<M> {
     chunks: (usize, usize),
     /// The device that nodes fall back to, and the weights it holds for them.
     fallback: Option<(Arc<dyn Device>, Weights)>,
+    /// Rows whose logits are there at a time.
+    piece: usize,
 }
 
 impl<M: Deref<Target = Model>> Gradients<M> {
@@ -177,7 +182,9 @@ impl<M: Deref<Target = Model>> Gradients<M> {
                 "`dropout` is {dropout}; expected a number from 0 to below 1"
             )));
         }
+        let row = model.geometry().vocab.max(1) * 2 * size_of::<f32>();
         Ok(Gradients {
+            piece: (PIECE_BYTES / row).clamp(16, 512),
             model,
             config,
             walks: None,

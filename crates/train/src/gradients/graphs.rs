@@ -10,9 +10,6 @@ use super::memory::{Memory, Part};
 use super::{Goal, Gradients, Masks, Parameters};
 use crate::{Error, Result};
 
-/// Bytes of logits computed at a time.
-const PIECE_BYTES: usize = 128 << 20;
-
 /// What a graph is for: equal kinds are one graph.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Kind {
@@ -114,12 +111,11 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let net_config = self.net_config(kind, parameters);
         let names = parameters.names();
         let model: &Model = &self.model;
-        let piece = (PIECE_BYTES / (model.geometry().vocab * 8)).clamp(16, 512);
         let mut net = Net::new(model.weights(), &net_config);
         let hidden = model.arch().hidden(&mut net)?;
         let losses = match kind.labelled {
             0 => Vec::new(),
-            _ => losses(&mut net, model.arch(), hidden, piece)?,
+            _ => losses(&mut net, model.arch(), hidden, self.piece)?,
         };
         let links = match kind.earlier {
             Some(_) => links(&net, &names)?,

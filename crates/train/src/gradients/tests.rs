@@ -12,13 +12,17 @@ use super::memory::Extent;
 use super::*;
 
 fn toy(arch: &str, layers: usize) -> Model {
-    let toy = Toy { layers, ..Toy::new(arch, TensorType::F32, 7) };
+    loaded(&Toy { layers, ..Toy::new(arch, TensorType::F32, 7) }, None)
+}
+
+fn loaded(toy: &Toy, family: Option<cpu::Family>) -> Model {
     let file = gguf::Gguf::from_bytes("toy.gguf", toy.gguf().unwrap()).unwrap();
-    Model::from_gguf(file, Arc::new(cpu::Cpu::new(2, None).unwrap())).unwrap()
+    Model::from_gguf(file, Arc::new(cpu::Cpu::new(2, family).unwrap())).unwrap()
 }
 
 fn adapted(model: &Model, targets: &str) -> Parameters {
-    let targets = crate::select_targets(model, &[targets.to_string()]).unwrap();
+    let targets: Vec<String> = targets.split(',').map(str::to_string).collect();
+    let targets = crate::select_targets(model, &targets).unwrap();
     let targets = targets.iter().map(|t| (t.as_str(), 4));
     let mut adapter = Adapter::fresh(model, targets, 8.0, 1).unwrap();
     let mut random = Random::new(1);
@@ -188,26 +192,88 @@ fn states_are_kept_as_memory_allows() {
     assert!(error.contains("`walk_host_budget` is"), "{error}");
 }
 
-/// The logits of a piece of rows are gone before those of the next are there.
+/// P4: the logits of a piece of rows are gone before those of the next are there.
 #[test]
 fn logits_never_exist_whole() {
-    let model = toy("llama", 1);
+    const ROWS: usize = 1536;
+    // So narrow that logits are most of what there is.
+    let (width, ffn, heads, kv_heads) = (32, 32, 2, 1);
+    let narrow = Toy::new("llama", TensorType::F32, 7);
+    let model = loaded(&Toy { layers: 1, width, ffn, heads, kv_heads, ..narrow }, None);
     let parameters = adapted(&model, "attn");
-    let config = GraphConfig { rows: 1536, cache: DType::F32, ..GraphConfig::default() };
-    let mut gradients = Gradients::new(&model, config).unwrap();
-    let placed = gradients.plan(&parameters).unwrap();
-    let steps: Vec<_> = placed.plans().flat_map(|(_, plan)| &plan.steps).collect();
     let vocab = model.geometry().vocab;
-    let mut alive = 0;
-    let mut losses = 0;
-    for step in steps {
-        match step.op.name() {
-            "CrossEntropyBack" => alive -= 1,
-            "CrossEntropy" => losses += 1,
-            _ if step.out.arg.shape.dims() == [512, vocab] => alive += 1,
-            _ => {}
+    // Pieces, the most that are there at once, and the arena, of logits in so many rows at a time.
+    let planned = |piece: Option<usize>| {
+        let config = GraphConfig { rows: ROWS, cache: DType::F32, ..GraphConfig::default() };
+        let mut gradients = Gradients::new(&model, config).unwrap();
+        gradients.piece = piece.unwrap_or(gradients.piece);
+        let piece = gradients.piece;
+        let placed = gradients.plan(&parameters).unwrap();
+        let (mut alive, mut most, mut losses) = (0, 0, 0);
+        for step in placed.plans().flat_map(|(_, plan)| &plan.steps) {
+            match step.op.name() {
+                "CrossEntropyBack" => alive -= 1,
+                "CrossEntropy" => losses += 1,
+                _ if step.out.arg.shape.dims() == [piece, vocab] => alive += 1,
+                _ => {}
+            }
+            most = most.max(alive);
         }
-        assert!(alive <= 1, "the logits of {alive} pieces at `{}`", step.name);
+        assert_eq!(alive, 0);
+        (losses, most, placed.arena_bytes())
+    };
+    let (losses, most, bytes) = planned(None);
+    assert_eq!((losses, most), (3, 1));
+    // All rows' logits would show.
+    let (losses, most, whole) = planned(Some(ROWS));
+    assert_eq!((losses, most), (1, 1));
+    let of_piece = 512 * vocab * size_of::<f32>();
+    assert!(whole - bytes >= 2 * of_piece, "{bytes} in pieces, {whole} at once");
+}
+
+/// P5: in how many pieces rows go through the head changes no bit of the loss, nor of a gradient
+/// that is a sum over what all pieces sent back; those of the head's own adapter are sums of pieces.
+/// P4: each takes the memory that was planned.
+#[test]
+fn p5_the_loss_in_pieces_of_rows_is_that_of_all() {
+    let families = cpu::Family::ALL.into_iter().filter(|f| f.is_available());
+    for family in families {
+        for (arch, format) in [
+            ("llama", TensorType::F32),
+            ("llama", TensorType::F16),
+            ("qwen3moe", TensorType::Q8_0),
+            ("llama", TensorType::Q4_0),
+            ("gemma3", TensorType::Q6K),
+        ] {
+            let model = loaded(&Toy { layers: 1, ..Toy::new(arch, format, 7) }, Some(family));
+            let head = "output.weight";
+            let has_head = model.projections().contains_key(head);
+            let parameters = adapted(&model, if has_head { "all,head" } else { "all" });
+            let window = window(|i| i % 3 != 1);
+            let of = |piece: usize| {
+                let mut gradients = gradients(&model, 64, 0, 0);
+                gradients.piece = piece;
+                let measured = gradients.of(&window, 43.0, &parameters, &()).unwrap();
+                let (taken, high) = gradients.arena();
+                assert_eq!((taken, high), (gradients.planned_bytes(), taken));
+                measured
+            };
+            let whole = of(64);
+            assert!(whole.grads.values().all(|g| g.iter().any(|&g| g != 0.0)));
+            for piece in [1, 7, 16, 63] {
+                let pieces = of(piece);
+                let name = format!("{arch} {format:?} {family:?} by {piece}");
+                assert_eq!(pieces.loss.to_bits(), whole.loss.to_bits(), "{name}");
+                for ((tensor, got), expected) in pieces.grads.iter().zip(whole.grads.values()) {
+                    if !tensor.contains(head) {
+                        assert!(got == expected, "{name}: {tensor}");
+                        continue;
+                    }
+                    let norm = expected.iter().map(|x| x * x).sum::<f32>().sqrt();
+                    let off = got.iter().zip(expected).map(|(a, b)| (a - b).powi(2));
+                    assert!(off.sum::<f32>().sqrt() <= 1e-6 * norm, "{name}: {tensor}");
+                }
+            }
+        }
     }
-    assert_eq!((losses, alive), (3, 0));
 }

@@ -1,6 +1,6 @@
 //! Cases of losses.
 
-use graph::{CrossEntropyAttrs, DType, NodeId, Op, Projected};
+use graph::{CrossEntropyAttrs, Op};
 
 use super::TILES;
 use super::softmax::FAR_BELOW;
@@ -67,74 +67,12 @@ fn one_way(g: &mut CaseGraph, attrs: CrossEntropyAttrs, vocab: usize, labels: &[
     g.graph.push(Op::CrossEntropy(attrs), &args, "y")
 }
 
-/// Rows through a head and the loss in pieces, with everything that can be asked for.
-fn projected(g: &mut CaseGraph, head: DType, rows: usize, piece: usize, lora: bool) -> Made {
-    let (k, vocab) = (32, 24);
-    let x = g.float("x", &[rows, k], Fill::Signed)?;
-    let labels: Vec<i32> =
-        (0..rows as i32).map(|t| if t % 7 == 3 { -1 } else { t * 5 % 24 }).collect();
-    let labels = g.ints("labels", &[rows], &labels)?;
-    let weights = weights(g, rows)?;
-    // Near 1 / sqrt(k), so that logits are of size 1.
-    let w = match head {
-        DType::Block(_) => {
-            let w = g.weight("head", &[vocab, k], head)?;
-            let refused =
-                Expected::Refusal { code: graph::Code::OpNotDifferentiable, op: "MatMul" };
-            g.expect(w, refused);
-            w
-        }
-        _ => g.float_of("head", &[vocab, k], head, Fill::Between(-0.3, 0.3))?,
-    };
-    let adapter: Option<[NodeId; 3]> = match lora {
-        true => Some([
-            g.float("a", &[3, k], Fill::Between(-0.3, 0.3))?,
-            g.float("b", &[vocab, 3], Fill::Between(-0.6, 0.6))?,
-            g.given("adapter scale", &[1], &[0.5])?,
-        ]),
-        false => None,
-    };
-    let mut slots = Vec::new();
-    if let Some([_, _, scale]) = adapter {
-        g.expect(scale, Expected::Nothing);
-        for start in (0..rows).step_by(piece) {
-            let len = piece.min(rows - start);
-            let of = g.ints(&format!("slots {start}"), &[len], &vec![0; len])?;
-            g.expect(of, Expected::Nothing);
-            slots.push(of);
-        }
-    }
-    let mut slots = slots.into_iter();
-    let attrs = CrossEntropyAttrs { softcap: Some(4.0.into()), ..CrossEntropyAttrs::PLAIN };
-    let how = Projected { attrs, rows: Some(piece), again: true };
-    g.graph.projected_cross_entropy((x, labels, Some(weights)), vocab, &how, |g, x| {
-        let base = g.project(x, w)?;
-        match (adapter, slots.next()) {
-            (Some([a, b, scale]), Some(of)) => {
-                g.push(Op::Lora { slots: 1 }, &[x, base, of, a, b, scale], "adapted")
-            }
-            _ => Ok(base),
-        }
-    })
-}
-
 pub fn cross_entropy(c: &mut Cases) {
     for (name, attrs) in ways() {
         for (vocab, labels) in LABELS {
             c.add(format!("{name}, labels {labels:?} of {vocab}"), move |g| {
                 one_way(g, attrs, vocab, labels)
             });
-        }
-    }
-    let q4 = DType::Block(gguf::TensorType::Q4_0);
-    for head in [DType::F32, DType::F16, DType::BF16, q4] {
-        for (rows, piece) in [(9, 4), (12, 6), (5, 8)] {
-            for lora in [false, true] {
-                let with = if lora { " with an adapter" } else { "" };
-                c.add(format!("{rows} rows by {piece} through a {head} head{with}"), move |g| {
-                    projected(g, head, rows, piece, lora)
-                });
-            }
         }
     }
     c.add("rows of weight 0 or no label whose logits are not finite", |g| {
