@@ -6,18 +6,19 @@ use std::collections::HashMap;
 use crate::*;
 
 /// The precision of the operands of a product that takes a gradient through a quantized weight.
-/// Sums are f32 in both, and so are all gradients through float weights.
+/// Results are f32 in each, and gradients through float weights are computed in f32 throughout.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub enum GradPrecision {
-    /// f32.
+    /// f32, and f32 sums.
     F32,
     /// bf16: the cotangent passes `Cast`, and the product rounds the weight's elements. Rounding
-    /// to nearest even, a relative error of at most 2^-9 in either.
+    /// to nearest even, a relative error of at most 2^-9 in either. Sums are f32.
     Bf16,
     /// Block floating point: the cotangent passes `Cast` to [`Int16Rows`](DType::Int16Rows), and
     /// the product rounds the weight's elements in the same way, in groups of 64 along the reduced
     /// dimension. An error of at most 2^-14 of a group's largest magnitude in a cotangent, and of
-    /// 2^-11 in a weight.
+    /// 2^-11 in a weight. Sums within a group are i32, of which none is rounded, and those of groups
+    /// are added up in f32.
     Int16,
 }
 
