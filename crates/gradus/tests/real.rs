@@ -181,8 +181,6 @@ fn training_agrees(model: &Arc<Model>, cache: DType, tokens: &[u32], what: &str)
     }
 }
 
-/// A window of 2,048 rows walked in 2, 4 and 8 chunks has the loss of the whole, bit for bit, and
-/// its gradient; where gradients are sent back one position only, it has not.
 /// An adapter of everything, as if it had learned something, so that no gradient is zero.
 fn learned(model: &Model) -> Parameters {
     let targets = train::select_targets(model, &["all".into()]).unwrap();
@@ -224,22 +222,28 @@ fn rounded_gradients_point_where_exact_ones_do() {
             gradients.of(&window, ROWS as f64, &parameters, &()).unwrap().grads
         };
         let exact = of(GradPrecision::F32);
-        for precision in [GradPrecision::Bf16, GradPrecision::Int16] {
+        // Measured: up to 2.4e-5 and, of one tensor, 7.4e-4 in bf16, 4.3e-6 and 1.8e-4 in int16.
+        // With 12 and 12 bits for groups of 128 int16 gives from 2.9e-5 and 5.0e-4 on.
+        for (precision, most, most_of_one) in
+            [(GradPrecision::Bf16, 4e-5, 1.5e-3), (GradPrecision::Int16, 1e-5, 4e-4)]
+        {
             let rounded = of(precision);
             let whole = cosine(exact.values().flatten(), rounded.values().flatten());
             let each = exact.iter().map(|(name, g)| (cosine(g.iter(), rounded[name].iter()), name));
             let (worst, at) = each.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
-            println!(
-                "{name} {}: 1 - cosine {:.1e}, at {at} {:.1e}",
-                precision.name(),
-                1.0 - whole,
-                1.0 - worst
+            let (whole, worst, what) = (1.0 - whole, 1.0 - worst, precision.name());
+            println!("{name} {what}: 1 - cosine {whole:.1e}, at {at} {worst:.1e}");
+            assert!(whole <= most, "{name} {what}: 1 - cosine is {whole:e}, above {most:e}");
+            assert!(
+                worst <= most_of_one,
+                "{name} {what}: 1 - cosine is {worst:e} at {at}, above {most_of_one:e}"
             );
-            assert!(whole >= 0.9999, "{name} {}: {whole}", precision.name());
         }
     }
 }
 
+/// A window of 2,048 rows walked in 2, 4 and 8 chunks has the loss of the whole, bit for bit, and
+/// its gradient; where gradients are sent back one position only, it has not.
 #[test]
 #[ignore = "needs the real models: cargo xtask real"]
 fn a_window_walked_in_chunks_is_as_whole() {
@@ -420,7 +424,8 @@ fn facts_are_learned_and_nothing_else_is_spoiled() {
     let out = std::env::temp_dir().join(format!("gradus-facts-{}.gguf", std::process::id()));
     let adapter = out.display().to_string();
     for (name, template, settings) in [
-        // Seeds 0 to 3 give 12 or 13 answers in 6 epochs, more in 8, where losses of others rise.
+        // 7 epochs of seed 2 give 14 answers, and a loss of others of 1.066 beside the base's 1.069.
+        // Seeds 0 to 3 give 12 or 13 in 6 epochs, and more in 8, where losses of others rise.
         ("smollm2-135m-instruct", "chatml", ["--lr", "2e-3", "--seed", "2", "--epochs", "7"]),
         // Seeds 0 to 3 give 13 to 15 answers, and lower losses of others than the base has.
         ("gemma-3-270m", "plain", ["--lr", "1.5e-3", "--seed", "0", "--epochs", "6"]),
