@@ -17,12 +17,13 @@ mod json;
 mod layout;
 mod load;
 mod message;
+mod pack;
 mod render;
 mod source;
 
 pub use bad::{Bad, Reason};
 pub use error::{BadRow, BadRows, Error, Result, Stopped};
-pub use example::{Example, Window, kept, pack};
+pub use example::{Example, Window, kept};
 pub use fields::{Fields, missing, shown, wrong};
 pub use json::{MAX_DEPTH, MAX_VALUES, parse_json};
 pub use layout::{Content, Layout, Reading};
@@ -30,5 +31,6 @@ pub use load::{
     Dataset, FileReport, Options, Read, Row, count_left_out, each, each_rendered, load,
 };
 pub use message::{Purpose, messages, tools};
+pub use pack::{Packing, Room, pack};
 pub use render::{Fit, LossOn, Rendered, Renderer};
 pub use source::{MAX_FILE, MAX_ROW, MAX_ROWS};

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Folder, Random, marked, renderer, smollm2, templates, testdata};
-use data::{Content, Example, Fit, LossOn, Options, Reason, Renderer, Window, pack};
+use data::{Content, Example, Fit, LossOn, Options, Reason, Renderer, Room, Window, pack};
 use serde_json::json;
 use text::{ChatTemplate, Message, SpecialTokens};
 
@@ -168,7 +168,7 @@ fn f42_masks_survive_packing() {
         })
         .collect();
     let order: Vec<usize> = (0..examples.len()).rev().collect();
-    let windows = pack(&examples, &order, 256, 8).unwrap();
+    let windows = pack(&examples, &order, Room::shared(256, 8)).unwrap();
     assert!(windows.len() < examples.len() / 2);
     let packed: Vec<Example> =
         windows.iter().flat_map(|w| Window::of(&examples, w).examples).collect();

@@ -8,8 +8,7 @@ mod memory;
 mod tests;
 mod walk;
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
@@ -22,7 +21,7 @@ use self::graphs::{Built, Inputs, Kind, Run};
 pub use self::masks::Masks;
 use self::memory::Memory;
 use self::walk::Walk;
-use crate::{Error, Example, Parameters, Result, Window, pack};
+use crate::{Error, Example, Parameters, Result, Room, Window};
 
 /// What a gradient graph is built for.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -243,40 +242,10 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         self.walks.map_or(self.config.rows, |walks| walks.window)
     }
 
-    /// Puts examples into windows: those longer than a graph each into its own, the others as
-    /// [`pack`] does. Returns the examples' indices per window.
-    ///
-    /// # Errors
-    /// Names the first example that does not fit a window alone.
-    pub fn pack(&self, examples: &[Example], order: &[usize]) -> Result<Vec<Vec<usize>>> {
+    /// What windows have room for: examples longer than a graph have one each.
+    pub fn room(&self) -> Room {
         let (rows, longest) = (self.config.rows, self.longest());
-        let of = |i: &usize| examples.get(*i).map_or(0, Example::rows);
-        if let Some(i) = order.iter().find(|i| of(i) > longest) {
-            return Err(Error::Data(format!(
-                "example {} has {} tokens; a window takes 2 to {}; use a larger window",
-                i + 1,
-                of(i) + 1,
-                longest + 1
-            )));
-        }
-        let (long, short): (Vec<_>, Vec<_>) =
-            order.iter().enumerate().partition(|e| of(e.1) > rows);
-        let short: Vec<usize> = short.into_iter().map(|e| *e.1).collect();
-        let packed = pack(examples, &short, rows, self.most_sequences())?;
-        if long.is_empty() {
-            return Ok(packed);
-        }
-        // As windows do that share: each stands where its longest example does in the order.
-        let place: HashMap<usize, usize> =
-            order.iter().enumerate().map(|(at, &i)| (i, at)).collect();
-        let of_window = |window: &Vec<usize>| {
-            let places = window.iter().map(|i| (Reverse(of(i)), place.get(i).copied()));
-            places.min().and_then(|longest| longest.1)
-        };
-        let long = long.into_iter().map(|(_, &i)| vec![i]);
-        let mut windows: Vec<Vec<usize>> = packed.into_iter().chain(long).collect();
-        windows.sort_by_key(of_window);
-        Ok(windows)
+        Room { rows, longest, most: self.most_sequences() }
     }
 
     /// The plan for windows of which every row may carry loss: the largest there is.
@@ -327,7 +296,7 @@ impl<M: Deref<Target = Model>> Gradients<M> {
         let mut cost = graph::Cost::default();
         for kind in self.kinds(window, forward, parameters)? {
             let i = self.build(kind, parameters)?;
-            self.built.get(i).into_iter().for_each(|built| cost += built.placed.cost());
+            self.built.get(i).into_iter().for_each(|built| cost += built.cost);
         }
         Ok(cost)
     }

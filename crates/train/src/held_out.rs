@@ -27,6 +27,12 @@ impl Held {
         self.examples.is_empty()
     }
 
+    /// Bytes of the windows.
+    pub(crate) fn bytes(&self) -> usize {
+        let of = |window: &Vec<usize>| size_of_val(window) + size_of_val(&**window);
+        self.windows.iter().map(of).sum()
+    }
+
     pub(crate) fn windows(&self) -> impl Iterator<Item = Window> {
         self.windows.iter().map(|window| Window::of(&self.examples, window))
     }

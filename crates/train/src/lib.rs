@@ -4,7 +4,7 @@
 //! a run is recorded.
 //! Must not know: HTTP, how an op is computed, or what a model's layers look like.
 //!
-//! The life of a step: [`pack`] of the `data` crate puts sequences into windows, [`Gradients::of`]
+//! The life of a step: [`data::Packing`] puts sequences into windows, [`Gradients::of`]
 //! runs the model's own graph and its derivative over each window, [`Optimizer`] moves the
 //! parameters.
 #![deny(clippy::indexing_slicing)]
@@ -29,7 +29,7 @@ mod weights;
 
 pub use checkpoint::{Checkpoints, Snapshot};
 pub use config::TrainConfig;
-pub use data::{Example, Window, pack};
+pub use data::{Example, Packing, Room, Window, pack};
 pub use error::{Error, Result};
 pub use estimate::Rates;
 pub use fit::{Nearest, Wanted, nearest};

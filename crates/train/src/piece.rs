@@ -11,6 +11,9 @@ pub(crate) const BYTES: usize = if cfg!(test) { 256 } else { 1 << 20 };
 /// The same in numbers.
 pub(crate) const NUMBERS: usize = BYTES / 4;
 
+/// Examples that are shuffled or packed at a time, for which a few of them are looked up each.
+pub(crate) const EXAMPLES: usize = if cfg!(test) { 2 } else { 4096 };
+
 /// How far work on some lists has come.
 #[derive(Copy, Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct At {

@@ -1,9 +1,12 @@
 //! One optimizer step as work that can stop between any two tiles of a graph or any two pieces of
 //! tensors.
 
+use std::borrow::Cow;
+use std::ops::Deref;
+use std::sync::Arc;
+
 use graph::Stop;
 use model::Model;
-use std::ops::Deref;
 
 use crate::gradients::Pass;
 use crate::held_out::Blame;
@@ -11,8 +14,35 @@ use crate::moved::Moved;
 use crate::piece::At;
 use crate::{Error, Example, Goal, Gradients, Masks, Optimizer, Parameters, Result, Window};
 
+/// The windows of a step.
+pub(crate) enum Windows {
+    Given(Vec<Window>),
+    /// Of these examples, by their indices: none is copied before its turn.
+    Of(Arc<[Example]>, Vec<Vec<usize>>),
+}
+
+impl Windows {
+    fn len(&self) -> usize {
+        match self {
+            Windows::Given(all) => all.len(),
+            Windows::Of(_, all) => all.len(),
+        }
+    }
+
+    fn get(&self, i: usize) -> Option<Cow<'_, Window>> {
+        match self {
+            Windows::Given(all) => all.get(i).map(Cow::Borrowed),
+            Windows::Of(examples, all) => {
+                all.get(i).map(|chosen| Cow::Owned(Window::of(examples, chosen)))
+            }
+        }
+    }
+}
+
 /// What a step does next; lists are those of its parameters.
 enum Stage {
+    /// Add up the weight of all tokens, from this window on.
+    Weigh(usize),
     /// Run the window until there are gradients.
     Run,
     /// Add the window's gradient to the sums, from here on.
@@ -29,7 +59,7 @@ enum Stage {
 
 /// A step under way.
 pub(crate) struct Step {
-    windows: Vec<Window>,
+    windows: Windows,
     masks: Masks,
     lr: f32,
     /// Gradients are scaled down to this norm; 0 leaves them.
@@ -62,11 +92,6 @@ pub(crate) struct Stepped {
     pub(crate) total: f64,
 }
 
-/// The weight of all tokens of some windows.
-pub(crate) fn total_weight(windows: &[Window]) -> f64 {
-    windows.iter().map(|w| w.examples.iter().map(Example::weight).sum::<f64>()).sum()
-}
-
 /// Adds a piece of a window's gradient of a parameter, its numbers from `from` on of `len`, to those
 /// of the windows before it; what the first gives is the sum so far.
 fn add(name: &str, sum: &mut Vec<f32>, (from, len): (usize, usize), piece: &[f32]) -> Result<()> {
@@ -86,17 +111,17 @@ fn add(name: &str, sum: &mut Vec<f32>, (from, len): (usize, usize), piece: &[f32
 
 impl Step {
     pub(crate) fn new(
-        windows: Vec<Window>,
+        windows: Windows,
         masks: Masks,
         (lr, clip): (f32, f32),
         parameters: &Parameters,
     ) -> Step {
         Step {
-            total: total_weight(&windows),
             windows,
             masks,
             lr,
             clip,
+            total: 0.0,
             loss: 0.0,
             rows: 0,
             names: parameters.names(),
@@ -106,8 +131,14 @@ impl Step {
             norm: (0.0, 1.0),
             window: 0,
             pass: None,
-            stage: Stage::Run,
+            stage: Stage::Weigh(0),
         }
+    }
+
+    /// True when a window has begun to run.
+    #[cfg(test)]
+    pub(crate) fn is_begun(&self) -> bool {
+        self.pass.is_some()
     }
 
     /// True when some parameters have moved and others have not.
@@ -129,15 +160,25 @@ impl Step {
     ) -> Result<Option<Stepped>> {
         loop {
             match self.stage {
-                Stage::Run => {
-                    let Some(window) = self.windows.get(self.window) else {
-                        return Err(Error::Data("a step has no windows".into()));
+                Stage::Weigh(at) => {
+                    self.stage = match self.windows.get(at) {
+                        Some(window) => {
+                            let weights = window.examples.iter().map(Example::weight);
+                            self.total += weights.sum::<f64>();
+                            Stage::Weigh(at + 1)
+                        }
+                        None => Stage::Run,
                     };
+                }
+                Stage::Run => {
                     let pass = match &mut self.pass {
                         Some(pass) => pass,
                         none => {
+                            let Some(window) = self.windows.get(self.window) else {
+                                return Err(Error::Data("a step has no windows".into()));
+                            };
                             let goal = Goal::Gradient(self.masks);
-                            none.insert(gradients.begin(window, self.total, goal, parameters)?)
+                            none.insert(gradients.begin(&window, self.total, goal, parameters)?)
                         }
                     };
                     self.stage = match gradients.advance(pass, parameters, stop) {
@@ -311,7 +352,8 @@ mod tests {
     fn bug_28_a_bound_that_is_not_reached_scales_nothing() {
         let factor = |clip: f32, norm: f64| {
             let mut parameters = Parameters::default();
-            let step = Step::new(Vec::new(), Masks::of(0, 0), (0.1, clip), &parameters);
+            let step =
+                Step::new(Windows::Given(Vec::new()), Masks::of(0, 0), (0.1, clip), &parameters);
             step.scale(norm, &mut parameters, &Optimizer::default()).unwrap()
         };
         // Only factors below 1 are applied.

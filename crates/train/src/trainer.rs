@@ -16,8 +16,11 @@ use crate::epochs::Epochs;
 use crate::held_out::{Held, HeldOut};
 use crate::moved::{Moved, Summary};
 use crate::piece::{self, At};
-use crate::step::{Step, Stepped};
-use crate::{Error, Example, Gradients, Masks, Optimizer, Parameters, Result, TrainConfig, Window};
+use crate::step::{Step, Stepped, Windows};
+use crate::{
+    Error, Example, Gradients, Masks, Optimizer, Parameters, Result, Room, TrainConfig, Window,
+    pack,
+};
 
 /// What a run reports as it goes.
 #[derive(Clone, PartialEq, Debug)]
@@ -272,7 +275,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             scratch_bytes: 0,
             data: 0,
             start: began,
-            epochs: Epochs::new(0, 0),
+            epochs: Epochs::new(0, &[], Room::shared(0, 0))?,
             steps: 0,
             next: (0, 0),
             epoch_loss: (0.0, 0.0),
@@ -299,8 +302,6 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         for window in self.held_out.windows() {
             evaluation += self.gradients.cost(&window, true, &self.parameters)?;
         }
-        // Windows that go through the same graphs cost the same: few differ.
-        let mut known: BTreeMap<(usize, usize), graph::Cost> = BTreeMap::new();
         let mut cost = graph::Cost::default();
         if matches!(&self.work, Work::HeldOut(_)) {
             cost += evaluation;
@@ -309,19 +310,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let mut step = self.steps();
         let (first, next) = self.next;
         for e in first..self.epochs.counts().len() {
-            let Trainer { epochs, gradients, examples, .. } = self;
-            let windows = epochs.windows(e, &|order| gradients.pack(examples, order))?.to_vec();
-            let rest = windows.get(if e == first { next } else { 0 }..).unwrap_or_default();
-            for chosen in rest {
-                let window = Window::of(&self.examples, chosen);
-                let labelled = window.examples.iter().map(Example::labelled).sum::<usize>();
-                let key = (window.rows(), labelled.next_multiple_of(64));
-                let of = match known.get(&key) {
-                    Some(of) => *of,
-                    None => self.gradients.cost(&window, false, &self.parameters)?,
-                };
-                known.insert(key, of);
-                cost += of;
+            while !self.epochs.advance(e) {}
+            let rest = if e == first { next } else { 0 }..self.epochs.len();
+            for chosen in rest.clone().filter_map(|i| self.epochs.window(i)) {
+                let window = Window::of(&self.examples, &chosen);
+                cost += self.gradients.cost(&window, false, &self.parameters)?;
             }
             let steps = rest.len().div_ceil(accumulate) as u64;
             // As `after_step` and `measures_epoch` have them.
@@ -437,17 +430,17 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             Ok::<(), Error>(())
         };
         let all: Vec<usize> = (0..held_out.len()).collect();
-        let windows = self.gradients.pack(&held_out, &all)?;
+        let room = self.gradients.room();
+        let windows = pack(&held_out, &all, room)?;
         let held_out = Held::new(held_out, windows);
         for window in held_out.windows() {
             prepare(&mut self.gradients, &window, true)?;
         }
-        let mut epochs = Epochs::new(self.config.seed, examples.len());
+        let mut epochs = Epochs::new(self.config.seed, &examples, room)?;
         for _ in 0..self.config.epochs {
-            let pack = |order: &[usize]| self.gradients.pack(&examples, order);
-            let windows = epochs.add(&pack)?;
-            for window in windows.iter().map(|w| Window::of(&examples, w)) {
-                prepare(&mut self.gradients, &window, false)?;
+            epochs.add();
+            for window in (0..epochs.len()).filter_map(|i| epochs.window(i)) {
+                prepare(&mut self.gradients, &Window::of(&examples, &window), false)?;
             }
         }
         self.scratch_bytes = scratch_bytes;
@@ -522,15 +515,13 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// Bytes of the data of [`Trainer::load`], and of the order they are in.
     pub fn data_bytes(&self) -> usize {
         let of = |example: &Example| {
-            let numbers = size_of_val(&*example.tokens) + size_of_val(&*example.weights);
-            // Its places in the order and in the windows of an epoch, which at worst has a list of
-            // its own for each.
-            numbers + size_of::<Example>() + 2 * size_of::<usize>() + size_of::<Vec<usize>>()
+            size_of_val(&*example.tokens) + size_of_val(&*example.weights) + size_of::<Example>()
         };
         let bytes = |examples: &[Example]| examples.iter().map(of).sum::<usize>();
         let held_out = &self.held_out.examples;
         let shared = Arc::ptr_eq(held_out, &self.examples);
-        bytes(&self.examples) + if shared { 0 } else { bytes(held_out) }
+        let orders = self.epochs.bytes() + self.held_out.bytes();
+        bytes(&self.examples) + if shared { 0 } else { bytes(held_out) } + orders
     }
 
     /// Bytes of parameters whose values are there, those of an adapter it goes on from at first: a
@@ -570,7 +561,11 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             let measures_epoch = self.measures_epoch();
             match &mut self.work {
                 Work::Done => return Ok(Advance::Done),
-                Work::Next => self.work = self.following()?,
+                Work::Next => {
+                    if let Some(work) = self.following() {
+                        self.work = work;
+                    }
+                }
                 Work::Step(step) => {
                     let Trainer { gradients, parameters, optimizer, moved, .. } = self;
                     let Some(stepped) =
@@ -623,22 +618,24 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
     }
 
-    /// The work that comes next.
-    fn following(&mut self) -> Result<Work> {
+    /// The work that comes next; `None` after a piece of that of finding it, where an epoch begins.
+    fn following(&mut self) -> Option<Work> {
         let (epoch, window) = self.next;
         if epoch >= self.epochs.counts().len() {
-            return Ok(Work::Done);
+            return Some(Work::Done);
         }
-        let Trainer { epochs, gradients, examples, .. } = self;
-        let windows = epochs.windows(epoch, &|order| gradients.pack(examples, order))?;
-        let rest = windows.get(window..).unwrap_or(&[]);
-        let Some(chunk) = rest.chunks(self.config.accumulate).next() else {
-            return Ok(Work::HeldOut(Box::new(HeldOut::new(true))));
-        };
-        let windows = chunk.iter().map(|w| Window::of(&self.examples, w)).collect();
+        if !self.epochs.advance(epoch) {
+            return None;
+        }
+        let end = self.epochs.len().min(window + self.config.accumulate);
+        let chosen: Vec<_> = (window..end).filter_map(|i| self.epochs.window(i)).collect();
+        if chosen.is_empty() {
+            return Some(Work::HeldOut(Box::new(HeldOut::new(true))));
+        }
         let factor = self.config.schedule.factor(self.steps(), self.steps, self.config.warmup);
         let lr = self.config.lr * factor;
-        Ok(Work::Step(Box::new(self.step_of(windows, lr))))
+        let windows = Windows::Of(self.examples.clone(), chosen);
+        Some(Work::Step(Box::new(self.step_of(windows, lr))))
     }
 
     /// Whether what is held out is measured where the epoch at work ends: before the first step,
@@ -651,7 +648,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
 
     /// The next step. What it drops follows from how many the optimizer has taken, those of the
     /// run it goes on from among them.
-    fn step_of(&self, windows: Vec<Window>, lr: f32) -> Step {
+    fn step_of(&self, windows: Windows, lr: f32) -> Step {
         let masks = Masks::of(self.config.seed, self.optimizer.steps);
         Step::new(windows, masks, (lr, self.config.clip), &self.parameters)
     }
@@ -766,7 +763,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Gradients::of`]; the parameters have not moved then.
     pub fn step(&mut self, windows: &[Window], lr: f32) -> Result<(f64, f64)> {
         self.fill()?;
-        let mut step = self.step_of(windows.to_vec(), lr);
+        let mut step = self.step_of(Windows::Given(windows.to_vec()), lr);
         let Trainer { gradients, parameters, optimizer, moved, .. } = self;
         loop {
             if let Some(done) = step.advance(gradients, parameters, optimizer, moved, &())? {

@@ -12,7 +12,7 @@ use model::{Adapter, Model};
 use testkit::{Random, fixture};
 use train::{
     Advance, Event, Example, Gradients, GraphConfig, Measured, Parameters, TrainConfig, Trainer,
-    Walks, Window, select_targets,
+    Walks, Window, pack, select_targets,
 };
 
 /// The oracle's models, and toys under their names in GGUF.
@@ -416,13 +416,13 @@ fn long_examples_have_windows_of_their_own() {
     let mut gradients = gradients(&model, 16, DType::F32, walks);
     let examples = examples();
     let order: Vec<usize> = (0..examples.len()).collect();
-    let windows = gradients.pack(&examples, &order).unwrap();
+    let windows = pack(&examples, &order, gradients.room()).unwrap();
     let expected: [&[usize]; 7] = [&[0, 4], &[1], &[2], &[3], &[5], &[6], &[7]];
     let (shared, last) = (windows.contains(&vec![0, 4]), windows.last().unwrap());
     assert!(shared && last == &[8], "{windows:?}");
     assert_eq!(windows[..7], expected.map(<[usize]>::to_vec));
     let long = vec![example(1, 65, |_| true)];
-    let error = gradients.pack(&long, &[0]).unwrap_err().to_string();
+    let error = pack(&long, &[0], gradients.room()).unwrap_err().to_string();
     assert_eq!(error, "example 1 has 66 tokens; a window takes 2 to 65; use a larger window");
     // A window that nobody packed so.
     let two = Window::from(vec![example(1, 9, |_| true), example(2, 9, |_| true)]);
@@ -433,4 +433,28 @@ fn long_examples_have_windows_of_their_own() {
         let made = Gradients::new(&model, config);
         assert!(made.and_then(|g| g.with_walks(Walks { window, ..WHOLE })).is_err());
     }
+}
+
+/// Which chunks a walk runs, and so what it costs, follows from where its loss is, and not from how
+/// many tokens carry some.
+#[test]
+fn what_walks_cost_follows_from_where_their_loss_is() {
+    let (model, _) = toy("llama", TensorType::F32, 1);
+    let targets = select_targets(&model, &["all".into()]).unwrap();
+    let walks = Some(Walks { window: 64, ..WHOLE });
+    let graph = GraphConfig { rows: 16, ..GraphConfig::default() };
+    let config = TrainConfig { targets, walks, graph, ..TrainConfig::default() };
+    let cost = |examples: &[&Example]| {
+        let mut trainer = Trainer::new(&model, config.clone()).unwrap();
+        let examples: Vec<Example> = examples.iter().copied().cloned().collect();
+        trainer.load(examples, Vec::new()).unwrap();
+        trainer.cost().unwrap().float
+    };
+    let early = example(1, 48, |row| row < 4);
+    let late = example(2, 48, |row| row >= 44);
+    assert_eq!((early.rows(), early.labelled()), (late.rows(), late.labelled()));
+    let (one, other) = (cost(&[&early]), cost(&[&late]));
+    assert!(other > 2.0 * one, "{one} {other}");
+    let both = cost(&[&early, &late]) / (one + other);
+    assert!((both - 1.0).abs() < 1e-9, "{both}");
 }

@@ -114,7 +114,8 @@ impl Show {
         let dataset = args.rendered(&tokenizer, template.as_ref().map_err(String::as_str))?;
         let most = train::most_sequences(arch.geometry(), self.window);
         let order: Vec<usize> = (0..dataset.examples.len()).collect();
-        let windows = ::data::pack(&dataset.examples, &order, self.window, most)?;
+        let room = ::data::Room::shared(self.window, most);
+        let windows = ::data::pack(&dataset.examples, &order, room)?;
         let packing = Packing { windows, rows: self.window, most };
         match self.json {
             true => json(&self.as_json(&dataset, &packing, &tokenizer)?),

@@ -53,6 +53,8 @@ pub(super) enum Output {
 pub(super) struct Built {
     pub(super) kind: Kind,
     pub(super) placed: Placed,
+    /// What a run of it costs.
+    pub(super) cost: graph::Cost,
     /// What each output is.
     outputs: Vec<Output>,
     /// The names of all parameters.
@@ -148,7 +150,8 @@ impl<M: Deref<Target = Model>> Gradients<M> {
             self.memory.parts = links.into_iter().map(|link| link.part).collect();
         }
         let outputs = outputs.into_iter().map(|o| o.0).collect();
-        self.built.push(Built { kind, placed, outputs, names, routers });
+        let cost = placed.cost();
+        self.built.push(Built { kind, placed, cost, outputs, names, routers });
         Ok(self.built.len() - 1)
     }
 
