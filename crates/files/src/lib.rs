@@ -12,7 +12,8 @@ use std::io::ErrorKind;
 pub use lock::Lock;
 pub use read::{open, read};
 pub use replace::{
-    Replacement, destination, folder_of, short, sync_folder, try_folder, write, write_with,
+    Replacement, Unwritten, destination, folder_of, new_file, short, sync_folder, try_folder,
+    write, write_or_rescue, write_with,
 };
 
 /// What people can do about an error of the system, as the end of a sentence.

@@ -256,6 +256,63 @@ pub fn sync_folder(folder: &Path) -> io::Result<()> {
     }
 }
 
+/// Makes a file, empty and named after another, in a folder that is everybody's: nothing takes the
+/// place of what somebody else has there, or a process of the same id left.
+///
+/// # Errors
+/// What the system said, with the path.
+pub fn new_file(folder: &Path, named: &Path) -> io::Result<PathBuf> {
+    let name = short(named.file_name().unwrap_or_default());
+    let numbered = |i: u32| folder.join(format!("gradus-{i}-{}", name.display()));
+    let mut i = 1;
+    loop {
+        let path = numbered(i);
+        match OpenOptions::new().write(true).create_new(true).open(&path) {
+            Ok(_) => return Ok(path),
+            Err(e) if e.kind() == ErrorKind::AlreadyExists && i < 100_000 => i += 1,
+            Err(e) => {
+                let message = format!("cannot write {}: {e}", path.display());
+                return Err(io::Error::new(e.kind(), message));
+            }
+        }
+    }
+}
+
+/// What could not be written to its place.
+#[derive(Debug)]
+pub struct Unwritten<E> {
+    /// Why.
+    pub why: E,
+    /// Where it is instead, or why it is nowhere, in words.
+    pub instead: Result<PathBuf, String>,
+}
+
+/// Writes what took long to make; where that fails, to the folder for temporary files.
+///
+/// # Errors
+/// Why it is not in its place, and where it is.
+pub fn write_or_rescue<T, E: std::fmt::Display>(
+    path: &Path,
+    write: &mut dyn FnMut(&Path) -> Result<T, E>,
+) -> Result<T, Unwritten<E>> {
+    let why = match write(path) {
+        Ok(written) => return Ok(written),
+        Err(why) => why,
+    };
+    let mut rescue = || {
+        let instead = new_file(&std::env::temp_dir(), path).map_err(|e| e.to_string())?;
+        match write(&instead) {
+            Ok(_) => Ok(instead),
+            Err(also) => {
+                // It is empty still.
+                let _ = fs::remove_file(&instead);
+                Err(also.to_string())
+            }
+        }
+    };
+    Err(Unwritten { why, instead: rescue() })
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
@@ -440,5 +497,51 @@ pub(crate) mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(&folder), ["a.txt"]);
         fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_new_file_takes_the_place_of_none() {
+        let folder = folder("new");
+        let long = "a".repeat(255);
+        for named in ["facts.gguf", &long] {
+            let paths: Vec<PathBuf> =
+                (0..3).map(|_| new_file(&folder, Path::new(named)).unwrap()).collect();
+            assert!(paths[0] != paths[1] && paths[1] != paths[2], "{paths:?}");
+        }
+        #[cfg(unix)]
+        {
+            // Nor is it written to what a link of somebody else points to.
+            let theirs = folder.join("theirs");
+            std::os::unix::fs::symlink(&theirs, folder.join("gradus-1-b.gguf")).unwrap();
+            let path = new_file(&folder, Path::new("b.gguf")).unwrap();
+            assert!(path.ends_with("gradus-2-b.gguf") && !theirs.exists());
+        }
+        fs::remove_dir_all(&folder).unwrap();
+        assert!(new_file(&folder, Path::new("b.gguf")).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_written_to_its_place_is_kept_elsewhere() {
+        let place = folder("rescue").join("rescued.txt");
+        fs::create_dir(&place).unwrap();
+        let mut write = |path: &Path| write(path, b"hours of work");
+        let Unwritten { why, instead } = write_or_rescue(&place, &mut write).unwrap_err();
+        assert_eq!(why.to_string(), "it is a folder, expected a file");
+        let instead = instead.unwrap();
+        assert_eq!(fs::read(&instead).unwrap(), b"hours of work");
+        fs::remove_file(&instead).unwrap();
+        fs::remove_dir(&place).unwrap();
+        write_or_rescue(&place, &mut write).unwrap();
+        assert!(place.is_file());
+        // Where it cannot be written at all, nothing is left.
+        let mut tried = Vec::new();
+        let mut write = |path: &Path| -> io::Result<()> {
+            tried.push(path.to_path_buf());
+            Err(io::Error::other("the disk is full"))
+        };
+        let unwritten = write_or_rescue(&place, &mut write).unwrap_err();
+        assert_eq!(unwritten.instead.unwrap_err(), "the disk is full");
+        assert!(tried.len() == 2 && !tried[1].exists());
+        fs::remove_dir_all(place.parent().unwrap()).unwrap();
     }
 }

@@ -79,6 +79,12 @@ impl Error {
     }
 }
 
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message())
+    }
+}
+
 impl From<model::Error> for Error {
     fn from(e: model::Error) -> Error {
         Error::Failed { code: e.exit_code(), message: e.to_string() }

@@ -65,28 +65,6 @@ pub fn beside(path: &Path, what: &str) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Makes a file, empty and named after another, in a folder that is everybody's: nothing takes the
-/// place of what somebody else has there, or a process of the same id left.
-///
-/// # Errors
-/// What the system said.
-pub fn new_file(folder: &Path, named: &Path) -> Result<PathBuf> {
-    let name = files::short(named.file_name().unwrap_or_default());
-    let numbered = |i: u32| folder.join(format!("gradus-{i}-{}", name.display()));
-    let mut i = 1;
-    loop {
-        let path = numbered(i);
-        match std::fs::OpenOptions::new().write(true).create_new(true).open(&path) {
-            Ok(_) => return Ok(path),
-            Err(e) if e.kind() == ErrorKind::AlreadyExists && i < 100_000 => i += 1,
-            Err(e) => {
-                let path = path.display();
-                return Err(Error::fault(format!("cannot write {path}: {e}")));
-            }
-        }
-    }
-}
-
 fn refused(out: &Path, why: &dyn Display) -> Error {
     Error::invalid(format!("cannot write {}: {why}; choose another file", out.display()))
 }
@@ -124,28 +102,6 @@ mod tests {
         let error = check(&[&folder], &[]).unwrap_err().message();
         assert!(error.contains("it is a folder, expected a file"), "{error}");
         check_folder(&folder.join("a/b/c")).unwrap();
-    }
-
-    #[test]
-    fn a_new_file_takes_the_place_of_none() {
-        let folder = std::env::temp_dir().join(format!("gradus-new-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let long = "a".repeat(255);
-        for named in ["facts.gguf", &long] {
-            let paths: Vec<PathBuf> =
-                (0..3).map(|_| new_file(&folder, Path::new(named)).unwrap()).collect();
-            assert!(paths[0] != paths[1] && paths[1] != paths[2], "{paths:?}");
-        }
-        #[cfg(unix)]
-        {
-            // Nor is it written to what a link of somebody else points to.
-            let theirs = folder.join("theirs");
-            std::os::unix::fs::symlink(&theirs, folder.join("gradus-1-b.gguf")).unwrap();
-            let path = new_file(&folder, Path::new("b.gguf")).unwrap();
-            assert!(path.ends_with("gradus-2-b.gguf") && !theirs.exists());
-        }
-        std::fs::remove_dir_all(&folder).unwrap();
-        assert!(new_file(&folder, Path::new("b.gguf")).is_err());
     }
 
     #[test]

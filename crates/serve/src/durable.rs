@@ -62,15 +62,43 @@ impl Durable {
         self.request.len() as u64
     }
 
+    /// Where it is kept.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     pub(crate) fn checkpoints(&self) -> Checkpoints {
         Checkpoints::new(self.folder.clone(), KEEP)
     }
 
+    /// True where a job that failed was asked for in the same words.
+    pub(crate) fn has_failed(&self) -> bool {
+        let path = self.folder.join(FAILED);
+        let as_long = std::fs::metadata(&path).is_ok_and(|file| file.len() == self.bytes());
+        as_long && std::fs::read(&path).is_ok_and(|request| request == self.request)
+    }
+
+    /// Takes up such a job anew.
+    ///
+    /// # Errors
+    /// Names the file and what the system said.
+    pub(crate) fn begin_again(&self) -> Result<()> {
+        for left in [TRIES, PAUSED] {
+            let _ = std::fs::remove_file(self.folder.join(left));
+        }
+        let path = self.folder.join(REQUEST);
+        std::fs::rename(self.folder.join(FAILED), &path).map_err(|e| failed(&path, &e))
+    }
+
+    /// Says of a job that failed through no fault of its own how it goes on, where there is
+    /// something to go on from.
+    pub(crate) fn goes_on(&self) -> Option<String> {
+        let step = self.checkpoints().newest()?;
+        Some(format!("the same request again goes on from the checkpoint of step {step}"))
+    }
+
     /// Writes down what was asked for; from now on the job outlives the process.
     pub(crate) fn begin(&self) -> Result<()> {
-        if self.resume {
-            return Ok(());
-        }
         // What an earlier job of this name left has been replaced by this one.
         self.end();
         let path = self.folder.join(REQUEST);
@@ -81,7 +109,7 @@ impl Durable {
         write().map_err(|e| failed(&path, &e))
     }
 
-    /// The job has failed: its last checkpoint stays, but nobody takes it up.
+    /// The job has failed: its last checkpoint stays, which only the same request takes up.
     pub(crate) fn set_aside(&self) {
         let _ = std::fs::rename(self.folder.join(REQUEST), self.folder.join(FAILED));
     }

@@ -15,8 +15,8 @@ use crate::{Durable, TrainJob};
 pub(crate) struct Plan<'a> {
     pub(crate) config: &'a TrainConfig,
     pub(crate) planned: Planned,
-    /// The step it has reached.
-    pub(crate) step: u64,
+    /// The step it goes on from, unless it begins.
+    pub(crate) from: Option<u64>,
 }
 
 /// The record of a job, if it has one that is not ended.
@@ -38,7 +38,7 @@ impl JobRecord {
             info: info(server, job, durable, plan.config),
             planned: plan.planned,
             checkpoints: Some(&durable.checkpoints()),
-            from: durable.resume.then_some(plan.step),
+            from: plan.from,
         });
         match begun {
             Ok((recorder, told)) => {

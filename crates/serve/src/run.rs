@@ -1,7 +1,8 @@
 //! Training runs: bounded and refused before they start, run by the loop, published at their end.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::mem::discriminant;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel};
@@ -90,7 +91,10 @@ fn check_kept(job: &LearnJob, adapter: &Adapter, optimizer: Option<&Optimizer>) 
             let alpha = config.effective_alpha();
             pairs().all(|(_, pair)| pair.scale == alpha / pair.rank as f32)
         }
-        "optimizer" | "momentum" => optimizer.is_none_or(|o| o.method == config.method),
+        "optimizer" => {
+            optimizer.is_none_or(|o| discriminant(&o.method) == discriminant(&config.method))
+        }
+        "momentum" => optimizer.is_none_or(|o| o.method == config.method),
         "weight_decay" => optimizer.is_none_or(|o| o.weight_decay == config.weight_decay),
         _ => true,
     };
@@ -217,13 +221,20 @@ impl Server {
         let prepared = self.set_up(&Setup::of(job), start)?;
         let planned = prepared.planned();
         let Prepared { mut trainer, steps, .. } = prepared;
+        let mut again = false;
         if let Some(durable) = &job.durable {
-            if durable.resume
+            again = !durable.resume && durable.has_failed();
+            if (durable.resume || again)
                 && let Some((snapshot, _)) = durable.checkpoints().last()?
             {
-                trainer.restore(snapshot, false)?;
+                let restored = trainer.restore(snapshot, false).map_err(Error::from);
+                restored.map_err(|e| if again { kept(durable, e) } else { e })?;
             }
-            durable.begin()?;
+            match (durable.resume, again) {
+                (true, _) => {}
+                (false, true) => durable.begin_again()?,
+                (false, false) => durable.begin()?,
+            }
             let mark = durable.pause_mark();
             // A pause outlives the process too; one that was asked for meanwhile has no mark yet.
             let slot = lock(&self.0.control);
@@ -235,7 +246,8 @@ impl Server {
             drop(slot);
         }
         let step = trainer.steps();
-        let plan = Plan { config: trainer.config(), planned, step };
+        let goes_on = again || job.durable.as_ref().is_some_and(|durable| durable.resume);
+        let plan = Plan { config: trainer.config(), planned, from: goes_on.then_some(step) };
         let mut record = JobRecord::begin(self, job, plan);
         {
             let mut status = lock(&self.0.status);
@@ -247,7 +259,11 @@ impl Server {
             Ok(progress) => Ok((progress, record, step)),
             Err(e) => {
                 // Whoever asked is told that it has not begun.
-                job.durable.iter().filter(|durable| !durable.resume).for_each(Durable::end);
+                match &job.durable {
+                    Some(durable) if again => durable.set_aside(),
+                    Some(durable) if !durable.resume => durable.end(),
+                    _ => {}
+                }
                 record.end(runs::State::Failed, Some(e.message.clone()));
                 Err(e)
             }
@@ -469,9 +485,11 @@ impl Server {
     ///
     /// # Errors
     /// The refusal, or what is wrong with the data.
-    pub fn plan(&self, job: &TrainJob) -> Result<JobPlan> {
-        let setup = Setup::of(job);
-        let mut prepared = self.prepare(&setup, start_of(job, job.from.clone()))?;
+    pub fn plan(&self, mut job: TrainJob) -> Result<JobPlan> {
+        let from = job.from.take();
+        let start = start_of(&job, from);
+        let setup = Setup::of(&job);
+        let mut prepared = self.prepare(&setup, start)?;
         let instead = match prepared.too_much() {
             Some(allowed) => {
                 let room = allowed.saturating_sub(prepared.data);
@@ -624,7 +642,10 @@ impl Server {
                     let Some(durable) = &job.durable else { continue };
                     // A job whose checkpoints are lost is not what was asked for.
                     if let Err(e) = durable.checkpoints().write(&snapshot) {
-                        unkept = Some(Error::from(e));
+                        let e = Error::from(e);
+                        let again = durable.goes_on().map_or(String::new(), |so| format!("; {so}"));
+                        let message = format!("{}{again}", e.message);
+                        unkept = Some(Error { message, ..e });
                         let _ = self.cancel();
                     }
                 }
@@ -659,10 +680,10 @@ impl Server {
                         return Ok(());
                     }
                     if let End::Cancelled = end {
-                        drop(trainer);
                         if let Some(e) = unkept {
-                            return Err(e);
+                            return Err(self.keep_last_good(job, &mut trainer, e));
                         }
+                        drop(trainer);
                         durable.into_iter().for_each(Durable::end);
                         record.end(runs::State::Interrupted, Some("it was cancelled".into()));
                         self.ended(|status| status.state = State::Cancelled);
@@ -674,13 +695,14 @@ impl Server {
                         (end, _) => end,
                     };
                     if let End::Failed(e) = end {
-                        return Err(keep_last_good(job, &mut trainer, &self.0.model, e));
+                        return Err(self.keep_last_good(job, &mut trainer, e));
                     }
                     let outcome = finished(trainer, end)?;
                     let (moved, unrouted) = (outcome.moved, outcome.unrouted.clone());
                     if job.config.targets.is_empty() {
-                        let written =
-                            train::write_weights(&job.out, &self.0.model, &outcome.weights)?;
+                        let write =
+                            |to: &Path| train::write_weights(to, &self.0.model, &outcome.weights);
+                        let written = self.write(job, "model", write)?;
                         durable.into_iter().for_each(Durable::end);
                         record.done(moved);
                         self.ended(|status| {
@@ -692,7 +714,7 @@ impl Server {
                         self.0.counters.jobs_done.add(1);
                         return Ok(());
                     }
-                    outcome.adapter.write(&job.out, &self.0.model)?;
+                    self.write(job, "adapter", |to| outcome.adapter.write(to, &self.0.model))?;
                     durable.into_iter().for_each(Durable::end);
                     // What is served is what the file says.
                     let adapter = Arc::new(Adapter::read(&job.out, &self.0.model)?);
@@ -712,6 +734,66 @@ impl Server {
             }
         }
         Err(stopped())
+    }
+
+    /// Writes what a job made; where that fails, to the folder for temporary files, which is said:
+    /// hours went into it.
+    fn write<T, E: std::fmt::Display>(
+        &self,
+        job: &TrainJob,
+        what: &str,
+        mut write: impl FnMut(&Path) -> std::result::Result<T, E>,
+    ) -> Result<T>
+    where
+        Error: From<E>,
+    {
+        files::write_or_rescue(&job.out, &mut write).map_err(|unwritten| {
+            let mut e = Error::from(unwritten.why);
+            let kept = match unwritten.instead {
+                Ok(instead) => {
+                    // It is its place that does not take it.
+                    e.code = Code::FileFailed;
+                    let path = instead.display().to_string();
+                    let message =
+                        format!("the {what} is in {path} instead: move it to the training folder");
+                    let mut status = lock(&self.0.status);
+                    let slot = match what {
+                        "model" => &mut status.model,
+                        _ => &mut status.adapter,
+                    };
+                    *slot = Some(path);
+                    message
+                }
+                Err(also) => format!("nor elsewhere: {also}"),
+            };
+            let again = job.durable.as_ref().and_then(Durable::goes_on);
+            let again = again.map_or(String::new(), |again| format!("; {again}"));
+            Error { message: format!("{}; {kept}{again}", e.message), ..e }
+        })
+    }
+
+    /// Writes the adapter of a job that failed as it was before, and says where.
+    fn keep_last_good(&self, job: &TrainJob, trainer: &mut Shared, e: Error) -> Error {
+        let checkpoints = job.durable.as_ref().map(Durable::checkpoints);
+        let path = job.out.with_extension("last-good.gguf");
+        let kept = match trainer.last_good(checkpoints.as_ref(), e.code == Code::NonFinite) {
+            Ok(Some((adapter, step))) => {
+                let mut write = |to: &Path| adapter.write(to, &self.0.model);
+                let is_in = |path: &Path| {
+                    format!("the adapter as it was after step {step} is in {}", path.display())
+                };
+                match files::write_or_rescue(&path, &mut write) {
+                    Ok(()) => is_in(&path),
+                    Err(files::Unwritten { why, instead: Ok(path) }) => {
+                        format!("{why}; {}", is_in(&path))
+                    }
+                    Err(files::Unwritten { why, instead: Err(_) }) => why.to_string(),
+                }
+            }
+            Ok(None) => return e,
+            Err(also) => also.to_string(),
+        };
+        Error { message: format!("{}; {kept}", e.message), ..e }
     }
 
     /// The server stops before the run's end: the next process goes on with it, from here or, where
@@ -767,19 +849,15 @@ fn finished(trainer: Shared, end: End) -> Result<Outcome> {
     }
 }
 
-/// Writes the adapter of a job that failed as it was before, and says where.
-fn keep_last_good(job: &TrainJob, trainer: &mut Shared, model: &Model, e: Error) -> Error {
-    let checkpoints = job.durable.as_ref().map(Durable::checkpoints);
-    let path = job.out.with_extension("last-good.gguf");
-    let kept = match trainer.last_good(checkpoints.as_ref(), e.code == Code::NonFinite) {
-        Ok(Some((adapter, step))) => match adapter.write(&path, model) {
-            Ok(()) => format!("the adapter as it was after step {step} is in {}", path.display()),
-            Err(also) => also.to_string(),
-        },
-        Ok(None) => return e,
-        Err(also) => also.to_string(),
-    };
-    Error { message: format!("{}; {kept}", e.message), ..e }
+/// What an earlier job of the same words has left cannot be gone on with.
+fn kept(durable: &Durable, e: Error) -> Error {
+    let message = format!(
+        "{}; a job of the same request that failed has left it, and another one takes its place: \
+         change the request, or remove {}",
+        e.message,
+        durable.folder().display()
+    );
+    Error { message, ..e }
 }
 
 fn stopped() -> Error {

@@ -10,8 +10,8 @@ mod common;
 mod odd;
 
 use std::net::{SocketAddr, TcpListener};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -37,11 +37,16 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\
     {% set x = i * j %}{% endfor %}{% endfor %}{% endif %}{% endfor %}\
     {% if add_generation_prompt %}assistant: {% endif %}";
 
+/// What the system says of the memory of this process.
+fn memory(field: &str) -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix(field)).unwrap();
+    line.trim_matches([':', '\t', ' ']).trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+}
+
 /// Bytes of this process in memory that belong to it alone.
 fn resident() -> usize {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|l| l.strip_prefix("RssAnon:")).unwrap();
-    line.trim().trim_end_matches(" kB").trim().parse::<usize>().unwrap() << 10
+    memory("RssAnon")
 }
 
 fn lessons(content: &str) -> Value {
@@ -118,6 +123,41 @@ fn kinds() -> Vec<Bad> {
     ]
 }
 
+/// One measures at a time.
+static MEASURED: Mutex<()> = Mutex::new(());
+
+/// An adapter to go on with is in memory once, also where its run is only planned.
+#[test]
+fn a_plan_takes_no_copy_of_the_adapter_it_goes_on_with() {
+    let _alone = MEASURED.lock().unwrap();
+    let toy = Fixture::llama();
+    let server = toy.server_on(toy.model(), Options::default());
+    let targets = train::select_targets(server.model(), &["ffn".into()]).unwrap();
+    let of_rank = |rank| {
+        let targets = targets.iter().map(|target| (target.as_str(), rank));
+        model::Adapter::fresh(server.model(), targets, 16.0, 1).unwrap()
+    };
+    let plan = |adapter: model::Adapter| {
+        let mut job = toy.job("planned", serve::Pacing::Never);
+        job.config.go_on_with(&adapter);
+        job.from = Some(adapter);
+        server.plan(job).unwrap()
+    };
+    // What a plan takes by itself.
+    plan(of_rank(4));
+    let adapter = of_rank(2048);
+    let pairs = adapter.tensors.values();
+    let bytes = 4 * pairs.map(|pair| pair.a.len() + pair.b.len()).sum::<usize>();
+    assert!(bytes > 32 << 20, "{bytes}");
+    // The peak begins anew.
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    let before = memory("VmRSS");
+    plan(adapter);
+    let more = memory("VmHWM").saturating_sub(before);
+    assert!(more < bytes / 2, "{more} bytes more, the adapter has {bytes}");
+    server.stop(Duration::ZERO);
+}
+
 /// Streams one answer after the other; each must be the first, and none may stall.
 fn listen(
     at: SocketAddr,
@@ -157,6 +197,7 @@ fn listen(
 
 #[test]
 fn a_hundred_bad_jobs_in_a_row_are_refused_by_name_and_nothing_else_notices() {
+    let _alone = MEASURED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let (toy, device) = (Fixture::llama(), Odd::new());
     let dir = toy.dir();
     let _ = std::fs::remove_file(dir.join("link.gguf"));

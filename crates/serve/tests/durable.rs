@@ -12,7 +12,7 @@ use common::*;
 use graph::{Code, DType};
 use serde_json::json;
 use serve::request::{self, Host};
-use serve::{Options, Pacing, Server, State, TakenUp};
+use serve::{Options, Pacing, Server, State, TakenUp, TrainJob};
 use text::{ChatTemplate, SpecialTokens};
 
 fn host(server: &Server) -> Host {
@@ -23,16 +23,19 @@ fn host(server: &Server) -> Host {
     host
 }
 
-/// Starts a job of so many passes over its data.
-fn start(server: &Server, name: &str, epochs: u64) {
+/// A job of so many passes over its data.
+fn job(server: &Server, name: &str, epochs: u64) -> TrainJob {
     let examples: Vec<_> =
         (0..6).map(|i| json!({"prompt": format!("{i}?"), "completion": "yes"})).collect();
     let body = json!({
         "out": format!("{name}.gguf"), "examples": examples, "epochs": epochs, "lr": 0.001,
         "val_split": 0, "checkpoint_every": 5, "yield": false,
     });
-    let job = request::train(body.to_string().as_bytes(), &host(server), &|| true).unwrap();
-    server.train(job).unwrap();
+    request::train(body.to_string().as_bytes(), &host(server), &|| true).unwrap()
+}
+
+fn start(server: &Server, name: &str, epochs: u64) {
+    server.train(job(server, name, epochs)).unwrap();
 }
 
 fn take_up(server: &Server) -> Receiver<TakenUp> {
@@ -41,17 +44,22 @@ fn take_up(server: &Server) -> Receiver<TakenUp> {
     said
 }
 
-/// Pauses a job that has taken a few steps, and says how many.
-fn pause(server: &Server, name: &str) -> u64 {
-    let until = |what: &dyn Fn() -> bool| {
-        while !what() {
+/// Starts a job and pauses it after a few steps; says how many. One that is through before it hears
+/// of that is started again.
+fn start_and_pause(server: &Server, name: &str, epochs: u64) -> u64 {
+    loop {
+        start(server, name, epochs);
+        let mut asked = false;
+        while server.train_status().is_active() {
+            let status = server.train_status();
+            if status.paused {
+                return status.steps;
+            }
+            asked = asked || status.steps > 7 && server.pause(name).is_ok();
             std::thread::sleep(Duration::from_millis(2));
         }
-    };
-    until(&|| server.train_status().steps > 7);
-    server.pause(name).unwrap();
-    until(&|| server.train_status().paused);
-    server.train_status().steps
+        wait(server, State::Done);
+    }
 }
 
 #[test]
@@ -61,8 +69,7 @@ fn a_pause_and_a_job_whose_last_words_are_lost_outlive_the_process() {
     let server = toy.server(Options::default());
     start(&server, "whole", EPOCHS);
     wait(&server, State::Done);
-    start(&server, "k", EPOCHS);
-    let steps = pause(&server, "k");
+    let steps = start_and_pause(&server, "k", EPOCHS);
     // Where its last checkpoint would be, something else is in the way.
     let folder = toy.dir().join(".jobs/k");
     let in_the_way: PathBuf = folder.join(format!("step-{steps:08}.safetensors"));
@@ -126,5 +133,75 @@ fn a_job_that_cannot_be_read_leaves_its_place_to_others() {
     server.train(toy.job("next", Pacing::Never)).unwrap();
     wait(&server, State::Done);
     std::fs::remove_dir_all(&folder).unwrap();
+    server.stop(Duration::ZERO);
+}
+
+/// Hours go into a job: what it learned is kept where it can be, and the same request goes on from
+/// what there is.
+#[test]
+fn a_job_whose_adapter_cannot_be_written_keeps_what_it_learned() {
+    let toy = Fixture::llama();
+    const EPOCHS: u64 = 60;
+    // Of an earlier run of this test.
+    let in_the_way = toy.dir().join("k.gguf");
+    let _ = std::fs::remove_dir_all(&in_the_way);
+    let _ = std::fs::remove_file(&in_the_way);
+    let server = toy.server(Options::default());
+    start(&server, "whole", EPOCHS);
+    wait(&server, State::Done);
+    // Where its file would be, something else is before it gets there.
+    let asked = job(&server, "k", EPOCHS);
+    std::fs::create_dir_all(in_the_way.join("x")).unwrap();
+    server.train(asked).unwrap();
+    let status = wait(&server, State::Error);
+    let (failure, path) = (status.error.unwrap(), status.adapter.unwrap());
+    let steps = status.steps_total;
+    let last = steps / 5 * 5;
+    let said = format!(
+        "; the adapter is in {path} instead: move it to the training folder; the same request again \
+         goes on from the checkpoint of step {last}"
+    );
+    assert!(failure.message.contains("k.gguf"), "{failure:?}");
+    assert!(failure.message.ends_with(&said), "{failure:?}");
+    assert_eq!(failure.code, "file_failed");
+    let whole = std::fs::read(toy.dir().join("whole.gguf")).unwrap();
+    assert!(std::fs::read(&path).unwrap() == whole);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(server.names().len(), 2, "it is served, beside the model and `whole`");
+
+    // It stays, also where another process is there by then, which does not take it up by itself.
+    server.stop(Duration::ZERO);
+    std::fs::remove_dir_all(&in_the_way).unwrap();
+    let server = toy.server(Options::default());
+    assert!(take_up(&server).recv().is_err());
+    let began = server.train(job(&server, "k", EPOCHS)).unwrap();
+    assert!(began.steps >= last, "{began:?}");
+    wait(&server, State::Done);
+    assert!(std::fs::read(&in_the_way).unwrap() == whole);
+    assert!(!toy.dir().join(".jobs/k").exists());
+    server.stop(Duration::ZERO);
+}
+
+/// Checkpoints of a job that failed are gone on with in the same words alone.
+#[test]
+fn another_request_of_a_name_begins_anew() {
+    let toy = Fixture::llama();
+    let server = toy.server(Options::default());
+    let folder = toy.dir().join(".jobs/k");
+    let _ = std::fs::remove_dir_all(&folder);
+    start_and_pause(&server, "k", 200);
+    // Nor can its checkpoints be written: it ends there, with what it is at.
+    for step in (10..=200).step_by(5) {
+        let _ = std::fs::create_dir_all(folder.join(format!("step-{step:08}.safetensors/x")));
+    }
+    server.resume("k").unwrap();
+    let message = wait(&server, State::Error).error.unwrap().message;
+    assert!(message.contains("the same request again goes on from the checkpoint of"), "{message}");
+    assert!(message.contains("the adapter as it was after step"), "{message}");
+    assert!(toy.dir().join("k.last-good.gguf").is_file());
+    assert!(folder.join("failed.json").is_file());
+    server.train(job(&server, "k", 50)).unwrap();
+    assert_eq!(wait(&server, State::Done).epochs.len(), 50);
+    assert!(!folder.exists());
     server.stop(Duration::ZERO);
 }

@@ -296,24 +296,26 @@ fn settings_that_an_alias_keeps_are_refused_where_they_differ() {
     // A loaded adapter has no optimizer yet: it gets the one that is asked for.
     let first = server.learn(with(&config, &["optimizer", "weight_decay", "rank"])).unwrap();
     let adam = TrainConfig { method: Method::default(), ..config.clone() };
+    let momentum = TrainConfig { method: Method::Sgd { momentum: 0.9 }, ..config.clone() };
     let decay = TrainConfig { weight_decay: 0.0, ..config.clone() };
     let rank = TrainConfig { rank: 5, ..config.clone() };
     let alpha = TrainConfig { alpha: 9.0, ..config.clone() };
     let layer = TrainConfig { targets: vec!["blk.0.attn_q.weight".into()], ..config.clone() };
-    for (other, field) in [
-        (&adam, "optimizer"),
-        (&decay, "weight_decay"),
-        (&rank, "rank"),
-        (&alpha, "alpha"),
-        (&layer, "targets"),
+    for (other, asked, field) in [
+        (&adam, &["optimizer"][..], "optimizer"),
+        (&momentum, &["optimizer", "momentum"], "momentum"),
+        (&decay, &["weight_decay"], "weight_decay"),
+        (&rank, &["rank"], "rank"),
+        (&alpha, &["alpha"], "alpha"),
+        (&layer, &["targets"], "targets"),
     ] {
-        let e = server.learn(with(other, &[field])).unwrap_err();
+        let e = server.learn(with(other, asked)).unwrap_err();
         assert_eq!((e.code, e.field.as_deref()), (Code::InvalidInput, Some(field)), "{e}");
         assert!(e.message.contains("which it keeps"), "{e}");
     }
     // What is not asked for is what is kept.
     let second = server.learn(with(&adam, &[])).unwrap();
-    let again = server.learn(with(&config, &["optimizer", "weight_decay", "rank"])).unwrap();
+    let again = server.learn(with(&momentum, &["optimizer", "weight_decay", "rank"])).unwrap();
     assert_eq!((second.loss_before, again.loss_before), (first.loss_after, second.loss_after));
     assert_eq!(again.total_steps, 3 * first.steps);
     // It is SGD that moved it: AdamW would have come out elsewhere.
@@ -347,15 +349,16 @@ fn data_are_in_the_plan() {
     let server = toy.server(Options::default());
     let job = toy.job("planned", Pacing::Never);
     let numbers = |job: &TrainJob| job.examples.iter().map(|e| e.tokens.len()).sum::<usize>();
-    let plan = server.plan(&job).unwrap();
-    assert!(plan.data_bytes >= 8 * numbers(&job), "{plan:?}");
+    let numbers_of_job = numbers(&job);
+    let plan = server.plan(job).unwrap();
+    assert!(plan.data_bytes >= 8 * numbers_of_job, "{plan:?}");
     let needed = plan.arena_bytes + plan.parameter_bytes + plan.scratch_bytes;
     let more = TrainJob {
         examples: (0..1000).flat_map(examples).collect(),
         memory_budget: Some(needed + (1 << 17)),
         ..toy.job("planned", Pacing::Never)
     };
-    assert_eq!(server.plan(&more).unwrap().data_bytes / 8 / numbers(&more), 1);
+    assert_eq!(server.plan(more.clone()).unwrap().data_bytes / 8 / numbers(&more), 1);
     assert_eq!(server.train(more).unwrap_err().code, Code::OverBudget);
     server.stop(Duration::ZERO);
 }

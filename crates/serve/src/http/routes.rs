@@ -12,11 +12,12 @@ use axum::response::Response;
 use axum::routing::{get, post};
 use graph::Code;
 use serde_json::{Value, json};
+use train::TrainConfig;
 
 use super::reply::{self, Refused};
 use super::{App, Handled, Served, caught, completions};
 use crate::request::{self, MAX_TRAIN_BODY};
-use crate::{DataReport, Error, JobPlan, Learned, MetricKind, Result, Server, TrainJob};
+use crate::{DataReport, Error, JobPlan, Learned, MetricKind, Result, Server};
 
 /// Most bytes of a body that only names something.
 const SMALL_BODY: usize = 64 << 10;
@@ -195,7 +196,7 @@ async fn job(
     Ok(reply::ok(&done??))
 }
 
-fn planned(job: &TrainJob, plan: &JobPlan) -> Value {
+fn planned(config: &TrainConfig, plan: &JobPlan) -> Value {
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     let JobPlan { arena_bytes, parameter_bytes, scratch_bytes, data_bytes, .. } = plan;
     json!({
@@ -205,9 +206,9 @@ fn planned(job: &TrainJob, plan: &JobPlan) -> Value {
         "steps": plan.steps,
         "seconds": plan.seconds,
         "parameters": plan.parameters,
-        "targets": job.config.targets.len(),
-        "window": job.config.longest(),
-        "chunk": job.config.graph.rows,
+        "targets": config.targets.len(),
+        "window": config.longest(),
+        "chunk": config.graph.rows,
         "recompute": plan.recompute,
         "arena_mib": mib(*arena_bytes),
         "parameters_mib": mib(*parameter_bytes),
@@ -228,7 +229,8 @@ async fn train(State(app): State<Arc<App>>, request: Request) -> Handled {
     let work = |body: &[u8], served: &Served, wanted: &dyn Fn() -> bool| {
         let job = request::train(body, &served.host, wanted)?;
         if job.plan {
-            return Ok(json!({"ok": true, "plan": planned(&job, &served.server.plan(&job)?)}));
+            let config = job.config.clone();
+            return Ok(json!({"ok": true, "plan": planned(&config, &served.server.plan(job)?)}));
         }
         served.server.train(job)?;
         Ok(started(&served.server))

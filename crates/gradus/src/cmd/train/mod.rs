@@ -351,16 +351,9 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Writes what a run made; where that fails, to the folder for temporary files: hours went into it.
 fn write(out: &Path, what: &str, write: &mut dyn FnMut(&Path) -> Result<()>) -> Result<()> {
-    let Err(e) = write(out) else { return Ok(()) };
-    let saved = outputs::new_file(&std::env::temp_dir(), out).and_then(|instead| {
-        write(&instead).map(|()| instead.clone()).inspect_err(|_| {
-            // It is empty still.
-            let _ = std::fs::remove_file(&instead);
-        })
-    });
-    Err(match saved {
-        Ok(instead) => e.with(format!("the {what} is in {} instead", instead.display())),
-        Err(also) => e.with(also.message()),
+    files::write_or_rescue(out, write).map_err(|files::Unwritten { why, instead }| match instead {
+        Ok(instead) => why.with(format!("the {what} is in {} instead", instead.display())),
+        Err(also) => why.with(also),
     })
 }
 
