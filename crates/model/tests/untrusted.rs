@@ -140,6 +140,43 @@ fn metadata() -> Metadata {
     file.into_metadata().whole()
 }
 
+/// FIELD-REPORTS F49: a converted adapter had the model's `rope_freqs.weight` in it, and "unexpected
+/// suffix" was all that was said. What is no pair is named, and what is expected.
+#[test]
+fn f49_a_gguf_with_other_tensors_is_refused_by_tensor() {
+    let folder = Folder::new("stray");
+    let path = folder.join("a.gguf");
+    let file = Gguf::open(fixture("llama", "adapter.gguf")).unwrap();
+    let base = Skeleton::open(&fixture("llama", "model.gguf")).unwrap();
+    assert!(Adapter::read_for(&fixture("llama", "adapter.gguf"), &base.base()).is_ok());
+    for stray in [
+        "rope_freqs.weight",
+        "output_norm.weight",
+        "blk.0.attn_q.weight",
+        "blk.0.attn_q.weight.lora_magnitude_vector",
+        "blk.0.attn_q.weight.lora_c",
+        "blk.0.ffn_gate.weight.lora_b",
+        "stray",
+    ] {
+        let info = TensorInfo::new(stray, TensorType::F32, &[8]).unwrap();
+        let own = file.tensors().filter(|tensor| tensor.info.name != stray);
+        // One half of a pair is none either.
+        let own = own.filter(|tensor| {
+            stray != "blk.0.ffn_gate.weight.lora_b"
+                || tensor.info.name != "blk.0.ffn_gate.weight.lora_a"
+        });
+        let mut tensors: Vec<_> = own.map(|t| (t.info.clone(), t.bytes.into())).collect();
+        tensors.push((info, vec![0; 32].into()));
+        fs::write(&path, gguf::encode(&metadata(), tensors).unwrap()).unwrap();
+        let error = Adapter::read_for(&path, &base.base()).unwrap_err().to_string();
+        let expected = format!(
+            "{}: tensor `{stray}` is no LoRA pair; expected names that end in .lora_a and .lora_b",
+            path.display()
+        );
+        assert_eq!(error, expected);
+    }
+}
+
 #[test]
 fn ranks_of_gguf_files_are_bounded() {
     let folder = Folder::new("ranks");

@@ -1,10 +1,12 @@
 //! What the cases of single ops do not show about differentiation: several outputs, gradients
 //! of values inside a graph, rows that do not count.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
+use std::collections::{BTreeSet, HashSet};
 
 use graph::*;
-use reference::check::Rng;
+use reference::check::{Rng, cases, op_names};
 use reference::{Leaves, Mode, Value, eval};
 
 struct Program {
@@ -136,4 +138,100 @@ fn of_equals_the_first_has_the_gradient() {
         assert_eq!(grads[0], p.leaves[&dy]);
         assert_eq!(grads[1].as_floats().unwrap(), [0.0; 4]);
     }
+}
+
+/// What differentiating a node for one of its operands gives: the gradient's graph and node, or the
+/// refusal.
+fn differentiated(graph: &Graph, y: NodeId, wrt: NodeId) -> Result<(Graph, NodeId)> {
+    let mut graph = graph.clone();
+    let shape = graph.node(y).shape;
+    let dy = graph.leaf("cotangent of the test", shape, DType::F32)?;
+    let back = vjp(&graph, &[(y, dy)], &[wrt])?;
+    assert_eq!(back.grads.len(), 1);
+    Ok((back.graph, back.grads[0]))
+}
+
+/// FIELD-REPORTS F14: a fused softmax cut the gradient off without a word. A parameter before any op
+/// there is, in every case of it, gets a gradient of its own shape, which depends on the cotangent,
+/// or is refused by op, node and reason.
+#[test]
+fn f14_a_parameter_before_any_op_has_a_gradient_or_a_refusal() {
+    let (mut trained, mut refused, mut flat) = (0, 0, BTreeSet::new());
+    for op in op_names() {
+        for case in cases(op).iter() {
+            let (built, y) = case.build(1).unwrap();
+            for input in &built.inputs {
+                if built.graph.node(input.node).dtype != DType::F32 {
+                    continue;
+                }
+                let what = format!("{op}/{} for {}", case.name, input.name);
+                match differentiated(&built.graph, y, input.node) {
+                    Ok((back, grad)) => {
+                        let (grad_node, wrt) = (back.node(grad), built.graph.node(input.node));
+                        assert_eq!(
+                            (grad_node.shape, grad_node.dtype),
+                            (wrt.shape, DType::F32),
+                            "{what}"
+                        );
+                        if !reads(&back, grad, "cotangent of the test") {
+                            flat.insert(op);
+                        }
+                        trained += 1;
+                    }
+                    Err(Error::Refusal(refusal)) => {
+                        let words = [&refusal.op, &refusal.node, &refusal.reason];
+                        assert!(words.iter().all(|word| !word.is_empty()), "{what}: {refusal:?}");
+                        refused += 1;
+                    }
+                    Err(e) => panic!("{what}: {e}"),
+                }
+            }
+        }
+    }
+    assert!(trained > 200 && refused > 20, "{trained} trained, {refused} refused");
+    // What is flat wherever it has a gradient.
+    assert_eq!(flat.into_iter().collect::<Vec<_>>(), ["Sign", "Step"]);
+}
+
+fn reads(graph: &Graph, from: NodeId, leaf: &str) -> bool {
+    let (mut seen, mut left) = (HashSet::new(), vec![from]);
+    while let Some(id) = left.pop() {
+        if seen.insert(id) {
+            if &*graph.node(id).name == leaf {
+                return true;
+            }
+            left.extend(graph.node(id).args.iter());
+        }
+    }
+    false
+}
+
+/// FIELD-REPORTS F10: crashes were patched by passing over what had no gradient. Of every operand of
+/// every node, whatever its dtype, there is a gradient or a reason why there is none: an index, a
+/// label, a weight in blocks.
+#[test]
+fn f10_no_operand_is_passed_over() {
+    let mut reasons = BTreeSet::new();
+    for op in op_names() {
+        for case in cases(op).iter() {
+            let (built, _) = case.build(1).unwrap();
+            let graph = &built.graph;
+            let nodes = graph.ids().filter(|&id| graph.node(id).dtype == DType::F32);
+            for y in nodes.filter(|&id| graph.node(id).op.name() == op) {
+                for &operand in graph.node(y).args.iter() {
+                    match differentiated(graph, y, operand) {
+                        Ok((back, grad)) => {
+                            assert_eq!(back.node(grad).shape, graph.node(operand).shape, "{op}");
+                        }
+                        Err(Error::Refusal(refusal)) => {
+                            assert!(!refusal.reason.is_empty(), "{op}/{}: {refusal:?}", case.name);
+                            reasons.insert(refusal.reason);
+                        }
+                        Err(e) => panic!("{op}/{}: {e}", case.name),
+                    }
+                }
+            }
+        }
+    }
+    assert!(reasons.len() >= 5, "{reasons:?}");
 }

@@ -307,6 +307,31 @@ fn every_refusal_has_its_status_code_and_field() {
     served.http.stop(Duration::ZERO);
 }
 
+/// FIELD-REPORTS F67: a turn with text after one with an image, in the same slot, ended the server.
+/// What a model does not take is refused by part, and leaves nothing behind in the only slot.
+#[test]
+fn f67_an_image_is_refused_and_the_next_turn_says_what_it_says_alone() {
+    let served = Served::with(Options { slots: 1, ..Options::default() }, Limits::default());
+    let at = served.at();
+    let text = || post(at, CHAT, &chat("Who are you?", 8)).json()["choices"].clone();
+    let alone = text();
+    for part in [
+        json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}),
+        json!({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
+    ] {
+        let kind = part["type"].as_str().unwrap().to_string();
+        let parts = json!([{"type": "text", "text": "What is this?"}, part]);
+        let image = json!({"messages": [{"role": "user", "content": parts}]});
+        let said = format!("content part 1 is of type \"{kind}\"");
+        for stream in [false, true] {
+            let image = with(with(chat("x", 8), &image), &json!({"stream": stream}));
+            post(at, CHAT, &image).is(400, "invalid_input", Some("messages[0].content"), &said);
+            assert_eq!(text(), alone);
+        }
+    }
+    idle(&served.server);
+}
+
 #[test]
 fn training_is_off_without_a_folder() {
     let toy = Fixture::llama();

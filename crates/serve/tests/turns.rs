@@ -6,9 +6,11 @@ mod common;
 use std::time::Duration;
 
 use common::*;
+use gguf::TensorType;
 use graph::Code;
 use model::Finish;
-use serve::{Ask, Options, Pacing, State};
+use model::toy::Toy;
+use serve::{Ask, Options, Pacing, Server, State};
 
 /// What every prompt of some says alone, on a server of its own.
 fn alone(toy: &Fixture, asks: &[Ask]) -> Vec<Answer> {
@@ -23,8 +25,10 @@ fn alone(toy: &Fixture, asks: &[Ask]) -> Vec<Answer> {
         .collect()
 }
 
+/// FIELD-REPORTS F61: an adapter was wanted per request. Each turn says which, beside others of
+/// other adapters and beside training.
 #[test]
-fn eight_turns_with_adapters_beside_training_say_what_each_says_alone() {
+fn f61_turns_with_adapters_of_their_own_beside_training_say_what_each_says_alone() {
     for toy in [Fixture::llama(), Fixture::hybrid()] {
         let asks: Vec<Ask> = (0..8)
             .map(|i| Ask { model: ["base", "a", "b"][i % 3].into(), ..ask(i as u64, 20 + 9 * i) })
@@ -152,6 +156,39 @@ fn two_hundred_clients_that_leave_give_everything_back() {
     idle(&server);
     assert_eq!(free(), before);
     server.stop(Duration::ZERO);
+}
+
+/// FIELD-REPORTS F63: a prompt longer than the context, on an architecture without a shift of the
+/// cache, ended the server. It is refused, what fills the context ends there, and the next turn is
+/// answered, on every architecture.
+#[test]
+fn f63_neither_a_prompt_nor_an_answer_goes_beyond_the_context() {
+    for (arch, _) in model::arch::ARCHITECTURES {
+        let toy = Toy { context: 64, ..Toy::new(arch, TensorType::Q8_0, 3) };
+        let file = gguf::Gguf::from_bytes("toy.gguf", toy.gguf().unwrap()).unwrap();
+        let cpu = std::sync::Arc::new(cpu::Cpu::new(2, None).unwrap());
+        let model = std::sync::Arc::new(model::Model::from_gguf(file, cpu).unwrap());
+        let context = model.geometry().context;
+        assert_eq!(context, 64, "{arch}");
+        let server =
+            Server::start(model, Options { positions: 256, ..Options::default() }).unwrap();
+        let mut sampler = text::SamplerConfig::greedy();
+        let ends = server.model().tokenizer().eog_ids().iter();
+        sampler.logit_bias.extend(ends.map(|&id| (id, -100.0)));
+        let of = |tokens| Ask { max_tokens: 1 << 40, sampler: sampler.clone(), ..ask(1, tokens) };
+        let first = answer(server.ask(of(5)).unwrap());
+        assert_eq!(first.done.finish, Finish::Length, "{arch}");
+        assert_eq!(first.done.completion_tokens, context - 5, "{arch}");
+        for tokens in [context, context + 1, 4 * context] {
+            let e = server.ask(of(tokens)).unwrap_err();
+            assert_eq!((e.code, e.status()), (Code::ContextExceeded, 400), "{arch}: {e}");
+        }
+        let last = answer(server.ask(of(context - 1)).unwrap());
+        assert_eq!((last.done.finish, last.done.completion_tokens), (Finish::Length, 1), "{arch}");
+        assert_eq!(answer(server.ask(of(5)).unwrap()).text, first.text, "{arch}");
+        assert_eq!(metric(&server, "gradus_panics_total"), 0.0, "{arch}");
+        server.stop(Duration::ZERO);
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ use graph::DType;
 use model::toy::Toy;
 use model::{Adapter, Engine, EngineConfig, Model, Rows, WantLogits};
 use testkit::Random;
+use text::{Sampler, SamplerConfig};
 use train::{
     Example, Gradients, GraphConfig, Parameters, TrainConfig, Trainer, Window, select_targets,
 };
@@ -74,6 +75,88 @@ fn what_is_trained_is_what_is_served() {
             }
         }
     }
+}
+
+/// FIELD-REPORTS F35: the sampler's log-probabilities left its temperature out, so that the ratio of
+/// the trainer's to them was 2 at T = 0.6. What is told of a token that was drawn is what the trainer
+/// measures: bit for bit where nothing is asked of the sampler, and under a temperature, filters and
+/// penalties what the trainer's kernel makes of the logits after these.
+#[test]
+fn f35_the_samplers_log_probabilities_are_the_trainers() {
+    let model = toy("llama", 2);
+    let adapter = adapter(&model);
+    let parameters = Parameters { adapter: Some(adapter.clone()), ..Parameters::default() };
+    let config = GraphConfig { rows: 64, cache: DType::F16, ..GraphConfig::default() };
+    let mut gradients = Gradients::new(model.as_ref(), config).unwrap();
+    let config = EngineConfig { cache: DType::F16, positions: 256, batch: 64, states: 2 };
+    let mut engine = Engine::new(model.clone(), config).unwrap();
+    let id = engine.attach(Arc::new(adapter));
+    let plain = SamplerConfig::unfiltered();
+    for config in [
+        plain.clone(),
+        SamplerConfig { temperature: 0.6, ..plain.clone() },
+        SamplerConfig { temperature: 1.7, top_p: 0.8, ..plain.clone() },
+        SamplerConfig { top_k: 20, min_p: 0.02, typical_p: 0.9, ..plain.clone() },
+        SamplerConfig { repeat_penalty: 1.4, presence_penalty: 0.3, ..plain.clone() },
+        SamplerConfig {
+            temperature: 0.6,
+            top_p: 0.9,
+            repeat_penalty: 1.2,
+            frequency_penalty: 0.2,
+            logit_bias: [(7, 2.5)].into(),
+            ..plain.clone()
+        },
+    ] {
+        let mut sampler = Sampler::new(config.clone(), 3).unwrap();
+        let mut tokens: Vec<u32> = vec![11, 5, 11, 300, 42];
+        let seq = engine.cache().open();
+        let mut fed = 0;
+        for _ in 0..12 {
+            let rows =
+                Rows { seq, tokens: &tokens[fed..], adapter: Some(id), want: WantLogits::Last };
+            let logits = engine.forward(&[rows]).unwrap().pop().unwrap();
+            fed = tokens.len();
+            let drawn = sampler.sample(&logits, &tokens).unwrap();
+            let may = sampler.distribution(&logits, &tokens).unwrap();
+            let adjusted = adjusted(&config, &logits, &tokens, &may);
+            let kernel = engine.log_probs(&adjusted, &[drawn.id]).unwrap()[0];
+            assert!((drawn.logprob - kernel).abs() < 1e-4, "{drawn:?}, {kernel} of {config:?}");
+            tokens.push(drawn.id);
+            if config == plain {
+                let mut weights = vec![0.0; tokens.len()];
+                weights[fed] = 1.0;
+                let window = Window::from(vec![Example { tokens: tokens.clone(), weights }]);
+                let loss = gradients.of(&window, 1.0, &parameters, &()).unwrap().loss;
+                assert_eq!(loss.to_bits(), f64::from(-drawn.logprob).to_bits(), "{drawn:?}");
+            }
+        }
+        engine.cache().close(seq);
+    }
+}
+
+/// Logits as a sampler's settings leave them: penalties by the tokens before, the temperature, and
+/// of the tokens those alone that may be drawn.
+fn adjusted(
+    config: &SamplerConfig,
+    logits: &[f32],
+    before: &[u32],
+    may: &[text::Sampled],
+) -> Vec<f32> {
+    let one = |(id, &logit): (usize, &f32)| {
+        let id = id as u32;
+        if !may.iter().any(|token| token.id == id) {
+            return -1e30;
+        }
+        let mut logit = logit + config.logit_bias.get(&id).copied().unwrap_or(0.0);
+        let count = before.iter().filter(|&&token| token == id).count() as f32;
+        if count > 0.0 {
+            let by = config.repeat_penalty;
+            logit = if logit > 0.0 { logit / by } else { logit * by };
+            logit -= count * config.frequency_penalty + config.presence_penalty;
+        }
+        logit / config.temperature
+    };
+    logits.iter().enumerate().map(one).collect()
 }
 
 /// FIELD-REPORTS F22: an adapter that was loaded again did nothing. What was trained, written and

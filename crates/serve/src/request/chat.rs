@@ -46,6 +46,15 @@ pub fn chat(bytes: &[u8], host: &Host, seed: u64) -> Result<(Ask, Reply)> {
     let mut fields = body(bytes, true)?;
     let messages = fields.list("messages", MAX_MESSAGES)?;
     let tools = tools(&mut fields)?;
+    for (i, tool) in tools.iter().enumerate() {
+        let strict = tool.get("function").and_then(|function| function.get("strict"));
+        if let Some(strict) =
+            strict.filter(|strict| !matches!(strict, Value::Null | Value::Bool(false)))
+        {
+            let expected = "false; that arguments fit a schema cannot be enforced";
+            return Err(wrong(&format!("tools[{i}].function.strict"), strict, expected));
+        }
+    }
     let tools = match fields.value("tool_choice") {
         None => tools,
         Some(Value::String(choice)) if choice == "auto" => tools,

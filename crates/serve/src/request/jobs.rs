@@ -174,8 +174,17 @@ pub fn learn(
     let alias = fields.string("alias")?.ok_or_else(|| missing("alias", "an adapter's alias"))?;
     names::check_alias("alias", &alias, &host.name)?;
     /// What an adapter and its optimizer keep.
-    const KEPT: [&str; 8] =
-        ["targets", "top_layers", "rank", "ranks", "alpha", "rslora", "optimizer", "weight_decay"];
+    const KEPT: [&str; 9] = [
+        "targets",
+        "top_layers",
+        "rank",
+        "ranks",
+        "alpha",
+        "rslora",
+        "optimizer",
+        "momentum",
+        "weight_decay",
+    ];
     let asked: Vec<_> = KEPT.into_iter().filter(|field| fields.has(field)).collect();
     let Settings { mut config, fit, pacing, memory_budget, may_recompute } =
         settings(&mut fields, host, false)?;
@@ -199,6 +208,10 @@ pub fn learn(
 }
 
 fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Settings> {
+    if let Some(loss) = fields.string("loss")?.filter(|loss| loss != "sft") {
+        let expected = "\"sft\": answers as they are given are learned, not preferences or rewards";
+        return Err(wrong("loss", &Value::String(loss), expected));
+    }
     let (positive, share) = ("a number above 0", "a number from 0 to below 1");
     let rank = fields.whole("rank", 1..=256)?.unwrap_or(8) as usize;
     let alpha = fields.float("alpha", |v| v > 0.0, positive)?.unwrap_or(16.0);

@@ -134,7 +134,6 @@ fn a_chat_request_is_refused_by_field() {
     let message = |m: Value| json!({"messages": [{"role": "user", "content": "x"}, m]});
     for (changes, field, part) in [
         (json!({"temprature": 1}), "temprature", "unknown field"),
-        (json!({"grammar": "%llguidance"}), "grammar", "unknown field"),
         (json!({"messages": null}), "messages", "missing"),
         (json!({"messages": []}), "messages", "empty"),
         (json!({"messages": "hello"}), "messages", "expected a list"),
@@ -177,10 +176,6 @@ fn a_chat_request_is_refused_by_field() {
         (json!({"stop": ["a", 3]}), "stop[1]", "a string"),
         (json!({"stop": ["a", ""]}), "stop[1]", "is empty"),
         (json!({"stop": vec!["a"; 65]}), "stop[64]", "one too many"),
-        (json!({"n": 2}), "n", "not supported"),
-        (json!({"logprobs": true}), "logprobs", "not supported"),
-        (json!({"top_logprobs": 5}), "top_logprobs", "not supported"),
-        (json!({"response_format": {"type": "json_object"}}), "response_format", "not supported"),
         (json!({"stream": "yes"}), "stream", "true or false"),
         (json!({"stream_options": {"include_usage": true}}), "stream_options", "not true"),
         (
@@ -190,8 +185,6 @@ fn a_chat_request_is_refused_by_field() {
         ),
         (json!({"tools": {}}), "tools", "a list"),
         (json!({"tools": [3]}), "tools[0]", "an object"),
-        (json!({"tool_choice": "required"}), "tool_choice", "cannot be enforced"),
-        (json!({"tool_choice": {"type": "function"}}), "tool_choice", "cannot be enforced"),
     ] {
         refused(asked(&changes), field, part);
     }
@@ -200,6 +193,84 @@ fn a_chat_request_is_refused_by_field() {
     let mut bare = host();
     bare.template = Err("no key `tokenizer.chat_template`".into());
     refused(chat(&bytes(&chat_body()), &bare, 0), "messages", "tokenizer.chat_template");
+}
+
+/// FIELD-REPORTS F65: a grammar for which a build has no engine ended the process. What others can
+/// and this cannot is refused by field, in both interfaces.
+#[test]
+fn f65_features_that_are_not_there_are_refused_by_field() {
+    let completed =
+        |changes: &Value| completion(&bytes(&with(&json!({"prompt": "x"}), changes)), &host(), 0);
+    for (field, value) in [
+        ("grammar", json!("%llguidance {}")),
+        ("grammar", json!("root ::= \"yes\"")),
+        ("draft_model", json!("small")),
+        ("lora", json!([{"id": 0, "scale": 0.5}])),
+        ("cache_prompt", json!(true)),
+        ("mirostat", json!(2)),
+        ("dry_multiplier", json!(0.8)),
+        ("image_data", json!([])),
+    ] {
+        refused(asked(&json!({field: value})), field, "unknown field");
+        refused(completed(&json!({field: value})), field, "unknown field");
+    }
+    for (field, value) in [
+        ("n", json!(2)),
+        ("logprobs", json!(true)),
+        ("top_logprobs", json!(5)),
+        ("modalities", json!(["text", "audio"])),
+        ("parallel_tool_calls", json!(false)),
+    ] {
+        refused(asked(&json!({field: value})), field, "not supported");
+    }
+    for (field, value) in [
+        ("n", json!(2)),
+        ("best_of", json!(3)),
+        ("echo", json!(true)),
+        ("suffix", json!("y")),
+        ("logprobs", json!(0)),
+    ] {
+        refused(completed(&json!({field: value})), field, "not supported");
+    }
+}
+
+/// FIELD-REPORTS F69: a schema that failed to compile gave an answer that nothing constrained, or
+/// ended the server. Nothing here constrains an answer, so whatever asks for that is refused: a
+/// schema whether it is sound or not, a tool that must be called, arguments that must fit.
+#[test]
+fn f69_what_would_constrain_an_answer_is_refused() {
+    let schemas = [
+        json!({"type": "object"}),
+        json!({"type": "string", "pattern": "(["}),
+        json!({"type": "string", "format": "no-such-format", "unheardOf": 1}),
+        json!({"$ref": "#"}),
+        json!({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        json!(3),
+    ];
+    let formats = schemas.iter().map(
+        |schema| json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}),
+    );
+    let mut formats: Vec<Value> = formats.collect();
+    formats.extend([json!({"type": "json_object"}), json!({"type": "grammar"}), json!("json")]);
+    for format in formats {
+        refused(asked(&json!({"response_format": format})), "response_format", "not supported");
+    }
+    for field in ["json_schema", "grammar", "guided_json", "guided_regex", "structured_outputs"] {
+        refused(asked(&json!({field: {"$ref": "#"}})), field, "unknown field");
+        let body = with(&json!({"prompt": "x"}), &json!({field: {"$ref": "#"}}));
+        refused(completion(&bytes(&body), &host(), 0), field, "unknown field");
+    }
+    for choice in [json!("required"), json!({"type": "function", "function": {"name": "a"}})] {
+        refused(asked(&json!({"tool_choice": choice})), "tool_choice", "cannot be enforced");
+    }
+    let tool = |strict: Value| {
+        let function = json!({"name": "a", "parameters": {"$ref": "#"}, "strict": strict});
+        json!({"tools": [{"type": "function"}, {"type": "function", "function": function}]})
+    };
+    refused(asked(&tool(json!(true))), "tools[1].function.strict", "cannot be enforced");
+    refused(asked(&tool(json!("yes"))), "tools[1].function.strict", "cannot be enforced");
+    asked(&tool(json!(false))).unwrap();
+    asked(&tool(Value::Null)).unwrap();
 }
 
 #[test]
@@ -211,10 +282,6 @@ fn a_completion_request_is_refused_by_field() {
         (json!({"prompt": ["a", "b"]}), "prompt", "expected one"),
         (json!({"prompt": [1, 99_999_999]}), "prompt[1]", "a token id below"),
         (json!({"prompt": [-1]}), "prompt[0]", "a token id below"),
-        (json!({"prompt": "x", "echo": true}), "echo", "not supported"),
-        (json!({"prompt": "x", "best_of": 3}), "best_of", "not supported"),
-        (json!({"prompt": "x", "suffix": "y"}), "suffix", "not supported"),
-        (json!({"prompt": "x", "logprobs": 0}), "logprobs", "not supported"),
         (json!({"prompt": "x", "messages": []}), "messages", "unknown field"),
         (json!({"prompt": "x", "max_completion_tokens": 3}), "max_completion_tokens", "unknown"),
     ] {
@@ -314,6 +381,37 @@ fn a_training_job_has_the_defaults_and_takes_every_field() {
     let pacing = |changes: Value| trained(&changes).unwrap().pacing;
     assert_eq!(pacing(json!({"max_slowdown_ppm": 999_999})), Pacing::Slowdown(999_999));
     assert_eq!(pacing(json!({"yield": false})), Pacing::Never);
+}
+
+/// FIELD-REPORTS F33: the loss of GRPO was 0 and its gradient NaN in groups of equal rewards. What is
+/// learned here is what examples say; a loss of preferences or rewards, and data for one, are refused
+/// by name, and not trained on as if they were examples.
+#[test]
+fn f33_losses_of_preferences_and_rewards_are_refused_by_name() {
+    trained(&json!({"loss": "sft"})).unwrap();
+    for loss in ["grpo", "dpo", "orpo", "kto", "ppo", "GRPO"] {
+        let said = format!("`loss` is \"{loss}\"");
+        refused(trained(&json!({"loss": loss})), "loss", &said);
+        refused(trained(&json!({"loss": loss})), "loss", "answers as they are given");
+        let body = json!({"alias": "a", "examples": train_body()["examples"], "loss": loss});
+        refused(learn(&bytes(&body), &host(), &|| true), "loss", &said);
+    }
+    refused(trained(&json!({"loss": 3})), "loss", "expected a string");
+    for field in ["beta", "num_generations", "reward_funcs", "ref_model"] {
+        refused(trained(&json!({field: 2})), field, "unknown field");
+    }
+    for row in [
+        json!({"prompt": "Who?", "chosen": "Emma.", "rejected": "Otto."}),
+        json!({"prompt": "Who?", "completion": "Emma.", "rejected": "Otto."}),
+        json!({"prompt": "Who?", "completion": "Emma.", "label": true}),
+        json!({"prompt": "Who?", "completion": "Emma.", "reward": 1.0}),
+        json!({"prompt": "Who?", "completions": ["Emma.", "Otto."], "rewards": [1.0, 1.0]}),
+    ] {
+        let e = trained(&json!({"examples": [row]})).err().unwrap();
+        let named = ["chosen", "rejected", "label", "reward", "completions", "rewards"];
+        let said = |field: &&str| e.message.contains(&format!("unknown field \"{field}\""));
+        assert!(named.iter().any(said), "{e}");
+    }
 }
 
 /// A job writes over an adapter, never over the model that is served or another file.
@@ -729,6 +827,9 @@ fn examples_to_learn() {
         learned(json!({"alias": "notes", "examples": example, "lr": 0.5})).unwrap();
     assert_eq!((job.alias.as_str(), job.config.lr, job.examples.len()), ("notes", 0.5, 1));
     assert_eq!((report.examples, report.skipped, job.config.graph.rows), (1, 0, 256));
+    // What its optimizer keeps, where it is asked for, is compared field by field.
+    let sgd = json!({"alias": "notes", "examples": example, "optimizer": "sgd", "momentum": 0.5});
+    assert_eq!(learned(sgd).unwrap().0.asked, ["optimizer", "momentum"]);
     refused(learned(json!({"examples": example})), "alias", "missing");
     refused(learned(json!({"alias": "toy", "examples": example})), "alias", "base model");
     refused(learned(json!({"alias": "a/b", "examples": example})), "alias", "no alias");

@@ -197,7 +197,7 @@ fn f34_the_logprob_of_a_near_certain_token_is_finite_and_not_positive() {
 }
 
 #[test]
-fn f35_the_logprob_is_that_of_the_effective_distribution() {
+fn f35_the_logprob_is_that_of_the_tempered_distribution() {
     let logits = random_logits(32_000, 11, 7.0);
     let mut s = sampler(SamplerConfig { temperature: 0.6, ..off() });
     let scaled: Vec<f32> = logits.iter().map(|x| x / 0.6).collect();
