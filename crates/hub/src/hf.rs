@@ -535,13 +535,55 @@ fn entry(entry: &Value) -> Option<HubFile> {
     (1..=MAX_BYTES).contains(&bytes).then_some(HubFile { path, bytes, sha256 })
 }
 
-/// The address of the next page in a `Link` header (RFC 8288).
+/// The address of the next page in `Link` headers (RFC 8288, section 3).
 fn next_page(headers: &HeaderMap) -> Option<String> {
-    let header = headers.get("link")?.to_str().ok()?;
-    header.split(',').find_map(|link| {
-        let (address, rest) = link.trim().strip_prefix('<')?.split_once('>')?;
-        rest.contains("rel=\"next\"").then(|| address.to_owned())
-    })
+    headers.get_all("link").iter().filter_map(|link| link.to_str().ok()).find_map(next_of)
+}
+
+fn next_of(links: &str) -> Option<String> {
+    let blank = |c: char| matches!(c, ' ' | '\t');
+    let mut rest = links;
+    loop {
+        rest = rest.trim_start_matches(|c| blank(c) || c == ',');
+        let (address, after) = rest.strip_prefix('<')?.split_once('>')?;
+        rest = after;
+        // Of several relations the first counts.
+        let mut relation = None;
+        while let Some(next) = rest.trim_start_matches(blank).strip_prefix(';') {
+            let (name, value, after) = parameter(next.trim_start_matches(blank));
+            if name.eq_ignore_ascii_case("rel") {
+                relation = relation.or(Some(value));
+            }
+            rest = after;
+        }
+        let is_next = |relation: String| {
+            relation.split_ascii_whitespace().any(|word| word.eq_ignore_ascii_case("next"))
+        };
+        if relation.is_some_and(is_next) {
+            return Some(address.to_owned());
+        }
+    }
+}
+
+/// A parameter's name and value, which may be quoted, and what comes behind it.
+fn parameter(text: &str) -> (&str, String, &str) {
+    let end = text.find(['=', ';', ',']).unwrap_or(text.len());
+    let (name, rest) = text.split_at(end);
+    let Some(value) = rest.strip_prefix('=') else { return (name.trim_end(), String::new(), rest) };
+    let value = value.trim_start();
+    let Some(quoted) = value.strip_prefix('"') else {
+        let (value, rest) = value.split_at(value.find([';', ',']).unwrap_or(value.len()));
+        return (name.trim_end(), value.trim_end().to_owned(), rest);
+    };
+    let (mut value, mut chars) = (String::new(), quoted.chars());
+    while let Some(c) = chars.next() {
+        match c {
+            '"' => break,
+            '\\' => value.extend(chars.next()),
+            c => value.push(c),
+        }
+    }
+    (name.trim_end(), value, chars.as_str())
 }
 
 /// A status other than the wanted one, and what to do about it.

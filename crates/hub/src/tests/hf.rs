@@ -428,6 +428,29 @@ fn long_lists_come_in_pages_of_the_same_server() {
         }
     });
     assert!(pull(&server, "hf:acme/tiny", &Folder::new()).is_ok());
+    // As RFC 8288 has them: commas in addresses and quotes, several links, relations and headers.
+    let next = "</api/models/acme/tiny/tree/main?recursive=true&expand=a,b&cursor=2>";
+    let elsewhere = "</elsewhere>; title=\"a, b; rel=next\"; rel=\"prev first\"";
+    for links in [
+        vec![format!("{next}; rel=\"next\"")],
+        vec![format!("{next};rel=next")],
+        vec![format!("{next}; title=\"one, \\\"two\\\"\"; REL=\"last Next\"")],
+        vec![format!("{elsewhere}, {next} ; rel = \"next\"; rel=\"prev\"")],
+        vec![elsewhere.to_string(), format!("{next}; rel=\"next\"")],
+    ] {
+        let second = tree(&files);
+        let sent = links.clone();
+        let server = hub(files.clone(), move |_, request| match request.path.as_str() {
+            LIST => {
+                let mut first = Reply::json(r#"[{"type":"file","size":5,"path":"a.txt"}]"#.into());
+                first.headers.extend(sent.iter().map(|link| ("Link", link.clone())));
+                Some(first)
+            }
+            path if path.contains("expand=a,b&cursor=2") => Some(Reply::json(second.clone())),
+            _ => None,
+        });
+        assert!(pull(&server, "hf:acme/tiny", &Folder::new()).is_ok(), "{links:?}");
+    }
     for (link, expected) in [
         ("<https://example.com/x>; rel=\"next\"", "elsewhere"),
         ("</api/models/acme/tiny/tree/main?recursive=true>; rel=\"next\"", "more files than"),
