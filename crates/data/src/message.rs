@@ -161,7 +161,8 @@ fn switches(fields: &mut Fields, role: &str, purpose: Purpose) -> Result<(bool, 
         return Ok((true, 1.0));
     }
     let train = fields.flag("train")?;
-    let range = format!("a number from 0 to {MAX_WEIGHT}");
+    // What is smaller is 0 in f32.
+    let range = format!("0, or a number from 1e-45 to {MAX_WEIGHT}");
     let in_range = |w: f64| w == 0.0 || (w > 0.0 && w as f32 > 0.0 && w as f32 <= MAX_WEIGHT);
     let weight = fields.number("weight", in_range, &range).map_err(|e| match e.field {
         field if field == at_weight => Bad { reason: Reason::BadValue, field, ..e },
