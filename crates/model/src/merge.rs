@@ -373,13 +373,24 @@ impl Job<'_> {
         scratch.merged.extend(merged.map(|(&w, &change)| (f64::from(w) + change) as f32));
         blocks::quantize(self.ty, &scratch.merged, out)?;
         blocks::dequantize(self.ty, out, &mut scratch.stored)?;
-        if let Some(i) = scratch.stored.iter().position(|x| !x.is_finite()) {
+        let finite = |values: &[f32]| values.iter().position(|x| !x.is_finite());
+        // Blocks hold something else instead of what is not finite.
+        if let Some(i) = finite(&scratch.merged).or_else(|| finite(&scratch.stored)) {
+            let at = |values: &[f32]| values.get(i).copied().unwrap_or(f32::NAN);
+            let value = at(&scratch.merged);
+            let why = match (value.is_finite(), at(&scratch.weights).is_finite()) {
+                (true, _) => {
+                    format!("which {} cannot store; choose another `--type`, such as f32", self.ty)
+                }
+                (false, true) => "which no type can store: the adapter changes it by more than \
+                                  numbers go, which no adapter does that was trained to an end; \
+                                  look at its alpha, and train it anew at a lower learning rate"
+                    .to_string(),
+                (false, false) => "since the model does already; fetch it again".to_string(),
+            };
             return Err(Error::new(format!(
-                "tensor `{}` would hold {} at row {r}, column {i}, which {} cannot store; choose \
-                 another `--type`, such as f32",
-                info.name,
-                scratch.merged.get(i).copied().unwrap_or(f32::NAN),
-                self.ty
+                "tensor `{}` would hold {value} at row {r}, column {i}, {why}",
+                info.name
             )));
         }
         self.steps(out, scratch)?;

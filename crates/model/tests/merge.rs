@@ -322,6 +322,17 @@ fn what_a_type_cannot_hold_is_refused() {
     assert!(!out.0.exists());
     let report = run(&file.0, &adapter, &out.0, &config(Some(TensorType::F32)));
     assert!(report.is_ok());
+    fs::remove_file(&out.0).unwrap();
+    // What is beyond f32 is in no type, and no other is advised; blocks would hold another value.
+    let t = adapter.tensors.get_mut("blk.0.attn_q.weight").unwrap();
+    t.b[0] = 1e30;
+    t.a.fill(1e30);
+    for ty in [TensorType::F32, TensorType::F16, TensorType::Q8_0] {
+        let error = run(&file.0, &adapter, &out.0, &config(Some(ty))).unwrap_err().to_string();
+        assert!(error.contains("would hold inf at row 0"), "{ty}: {error}");
+        assert!(error.contains("no type can store") && !error.contains("--type"), "{ty}: {error}");
+        assert!(!out.0.exists());
+    }
 }
 
 /// PRIOR-ART C29: of a stack of experts the rank was read from the wrong dimension, and the merge
