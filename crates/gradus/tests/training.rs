@@ -282,6 +282,96 @@ fn a_full_disk_leaves_the_last_checkpoint_whole() {
     assert!(std::fs::read(&out).unwrap() == std::fs::read(&whole).unwrap());
 }
 
+/// Where no checkpoint can be written, what was learned is: every so many steps, and where the run is
+/// stopped.
+#[cfg(unix)]
+#[test]
+fn what_was_learned_is_written_where_no_checkpoint_can_be() {
+    let folder = Folder::new("unkept");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let (whole, runs) = (folder.file("whole.gguf"), folder.file("runs"));
+    let args = |out: &str, more: &str| {
+        format!(
+            "train -m {model} --data {data} -o {out} --template plain --window 64 --run-dir {runs} \
+             --train-weights norm --out-model {out}.model {more}"
+        )
+    };
+    let rank = "--rank 1024 --targets blk.0.attn_q";
+    ok(&args(&whole, &format!("{rank} --epochs 1")).split(' ').collect::<Vec<_>>());
+    // Files may be as large as what is written at the end; a checkpoint has the moments too.
+    let largest = [whole.clone(), format!("{whole}.model")]
+        .map(|file| std::fs::metadata(file).unwrap().len())
+        .into_iter()
+        .max();
+    let blocks = largest.unwrap().div_ceil(1024);
+    let shell = |args: &str| {
+        let binary = env!("CARGO_BIN_EXE_gradus");
+        let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec {binary} {args}");
+        let mut command = Command::new("bash");
+        command.args(["-c", &script]).env("GRADUS_HOME", folder.file("home"));
+        command
+    };
+    let check = |out: &str, name: &str, output: std::process::Output| {
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{said}");
+        let error = said.lines().last().unwrap();
+        assert!(error.starts_with("error: cannot write ") && error.contains("/step-"), "{said}");
+        assert!(error.contains("there is no checkpoint to go on from"), "{said}");
+        for (what, file) in [("adapter", out.to_string()), ("model", format!("{out}.model"))] {
+            let parts = [format!("the {what} as it is after step "), format!(" is in {file}")];
+            assert!(parts.iter().all(|part| error.contains(part)), "{said}");
+            assert!(Path::new(&file).exists());
+        }
+        ok(&["adapter", "show", out]);
+        let run = std::fs::read(Path::new(&runs).join(name).join("run.json")).unwrap();
+        let run: Value = serde_json::from_slice(&run).unwrap();
+        assert_eq!(run["state"], "failed");
+    };
+    let out = folder.file("every.gguf");
+    let every = format!("{rank} --epochs 10 --checkpoint-every 3 --run every");
+    check(&out, "every", shell(&args(&out, &every)).output().unwrap());
+    let out = folder.file("stopped.gguf");
+    let stopped = format!("{rank} --epochs 10000 --checkpoint-every 0 --run stopped");
+    let started = Started::at(&mut shell(&args(&out, &stopped)), "step ");
+    assert!(started.signal("-INT"));
+    check(&out, "stopped", started.end());
+}
+
+/// A run that is stopped before all that it trains has moved is stopped, not failed.
+#[cfg(unix)]
+#[test]
+fn a_run_interrupted_in_its_warm_up_is_interrupted() {
+    let folder = Folder::new("warm-up");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let (out, runs) = (folder.file("m.gguf"), folder.file("runs"));
+    let args = |epochs: &str, warmup: &str, more: &[&str]| {
+        let mut command = gradus(&["train", "-m", &model, "--data", &data, "--out-model", &out]);
+        command.args(["--targets", "none", "--train-weights", "norm", "--epochs", epochs]);
+        command.args(["--warmup", warmup, "--template", "plain", "--window", "64"]).args(more);
+        command
+    };
+    // Too small a step to change a value.
+    let mut command = args("10000", "100000000", &["--run-dir", &runs, "--run", "early"]);
+    let started = Started::at(&mut command, "step ");
+    assert!(started.signal("-INT"));
+    let output = started.end();
+    assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
+    let said = text(&output.stdout);
+    assert!(said.contains("`--resume` goes on from ") && said.contains(&out), "{said}");
+    assert!(Path::new(&out).exists());
+    let run = std::fs::read(Path::new(&runs).join("early/run.json")).unwrap();
+    let run: Value = serde_json::from_slice(&run).unwrap();
+    assert_eq!((&run["state"], &run["message"]), (&"interrupted".into(), &Value::Null), "{run}");
+    assert_eq!(run["moved"][0], 0, "{run}");
+    // At its end a run is judged.
+    let ended = args("3", "100000000", &["--no-record"]).output().unwrap();
+    let said = text(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(3), "{said}");
+    assert!(said.contains("have not moved"), "{said}");
+}
+
 /// A run that does not fit says what would, and that does.
 #[test]
 fn a_run_that_does_not_fit_names_settings_that_do() {

@@ -800,13 +800,14 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         }
     }
 
-    /// Whether every target has moved, and every expert of one that a token with loss chose; true
-    /// of a run without steps.
+    /// Whether every target has moved, and every expert of one that a token with loss chose, of a
+    /// run that is at its end; before that it is too early to say, in the warm-up above all.
     ///
     /// # Errors
     /// [`Error::DeadAdapters`], which names those that have not.
     pub fn check_moved(&self) -> Result<()> {
         let (steps, summary) = (self.steps(), self.moved.summary());
+        let is_over = matches!(self.work, Work::Done);
         let Summary { dead, unchanged, moved, .. } = summary;
         let mut why = Vec::new();
         if !dead.is_empty() {
@@ -822,7 +823,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                 unchanged.join(", ")
             ));
         }
-        if steps == 0 || why.is_empty() {
+        if !is_over || steps == 0 || why.is_empty() {
             return Ok(());
         }
         Err(Error::DeadAdapters(format!(

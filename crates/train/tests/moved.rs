@@ -180,3 +180,16 @@ fn f17_an_expert_that_only_tokens_without_loss_chose_is_exempt_and_listed() {
     assert!((2..=6).contains(&outcome.unrouted.len()), "{:?}", outcome.unrouted);
     assert!(outcome.unrouted.iter().all(|name| name.starts_with(target)));
 }
+
+/// What has moved is judged at a run's end: in the warm-up it is too early.
+#[test]
+fn a_run_that_is_ended_early_is_not_judged() {
+    let model = without_attention("early");
+    let config = || of(&model, "attn_v");
+    check_dead(run(&model, config(), &examples(|_| true)), "blk.0.attn_v.weight", "1 of 2");
+    let stopped = Trainer::new(&model, config())
+        .unwrap()
+        .run(&examples(|_| true), &mut |event| !matches!(event, train::Event::Step { step: 2, .. }))
+        .unwrap();
+    assert_eq!((stopped.steps, stopped.moved), (2, (1, 2)));
+}

@@ -319,21 +319,35 @@ pub fn run(args: &Args) -> Result<()> {
     ready.claim()?;
     let mut recorder = Recorder::begin(args, &model, &data, &ready, out)?;
     let mut written = Vec::new();
-    let ran = ready.run(&interrupt, &mut recorder).and_then(|ran| {
+    let ran = ready.run(&interrupt, &mut recorder).and_then(|mut ran| {
         if ran.outcome.steps == 0 {
             return Ok(ran);
         }
-        if let Some(out) = args.out.as_ref().filter(|_| settings.adapts()) {
-            write(out, "adapter", &mut |to| Ok(ran.outcome.adapter.write(to, &model)?))?;
-        }
-        if let Some(out) = &args.out_model {
-            let weights = &ran.outcome.weights;
+        let out = args.out.as_ref().filter(|_| settings.adapts());
+        let adapter = out.map(|out| {
+            write(out, "adapter", &mut |to| Ok(ran.outcome.adapter.write(to, &model)?))
+        });
+        // Also where the adapter has no place.
+        let whole = args.out_model.as_ref().map(|out| {
             write(out, "model", &mut |to| {
-                written = train::write_weights(to, &model, weights)?;
+                written = train::write_weights(to, &model, &ran.outcome.weights)?;
                 Ok(())
-            })?;
-        }
-        Ok(ran)
+            })
+        });
+        let places = [(out, adapter, "adapter"), (args.out_model.as_ref(), whole, "model")];
+        let unkept = ran.unkept.take();
+        let failed =
+            places.into_iter().fold(unkept, |failed, (out, done, what)| match (failed, done) {
+                (Some(e), Some(Ok(()))) => {
+                    let path = out.map_or(String::new(), |out| out.display().to_string());
+                    let step = ran.outcome.best.map_or(ran.outcome.steps, |best| best.0);
+                    Some(e.with(format!("the {what} as it is after step {step} is in {path}")))
+                }
+                (Some(e), Some(Err(also))) => Some(e.with(also.message())),
+                (None, Some(Err(e))) => Some(e),
+                (failed, _) => failed,
+            });
+        failed.map_or(Ok(ran), Err)
     });
     // What is not written is not done.
     recorder.end(ran.as_ref());

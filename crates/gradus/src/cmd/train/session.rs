@@ -124,6 +124,8 @@ pub struct Ran {
     pub interrupted: bool,
     /// Where the run can go on, when it ended early.
     pub checkpoint: Option<PathBuf>,
+    /// A checkpoint that could not be written: the run ended there, with what it had learned.
+    pub unkept: Option<Error>,
     /// The folder of checkpoints is this run's until what it made is written.
     pub claim: Option<files::Lock>,
 }
@@ -316,7 +318,8 @@ impl<'a> Ready<'a> {
     /// Trains with a live loss.
     ///
     /// # Errors
-    /// What went wrong in which step, and where the run as it was before can go on.
+    /// What went wrong in which step, and where the run as it was before can go on. A checkpoint
+    /// that cannot be written is none, since what was learned is here still: see [`Ran::unkept`].
     pub fn run(mut self, interrupt: &Interrupt, watch: &mut dyn Watch) -> Result<Ran> {
         self.check_fits()?;
         self.claim()?;
@@ -332,8 +335,9 @@ impl<'a> Ready<'a> {
         let mut progress = Progress::new("step", Unit::Items, self.steps);
         let started = Instant::now();
         let (mut first, mut held_out, mut rows) = (None, None, 0u64);
-        let mut interrupted = false;
-        while !interrupted {
+        let (mut interrupted, mut unkept) = (false, None);
+        // A run whose checkpoints are lost is not what was asked for.
+        while !interrupted && unkept.is_none() {
             let event = match self.trainer.advance(&()) {
                 Ok(Advance::Event(event)) => event,
                 Ok(Advance::Stopped) => continue,
@@ -361,10 +365,7 @@ impl<'a> Ready<'a> {
                 | Event::Evaluated { held_out: loss, .. } => held_out = Some(loss),
                 Event::Checkpoint(snapshot) => {
                     let Some(Keeping { checkpoints, .. }) = &self.keeping else { continue };
-                    if let Err(e) = checkpoints.write(&snapshot) {
-                        // A run whose checkpoints are lost is not what was asked for.
-                        return Err(e.into());
-                    }
+                    unkept = checkpoints.write(&snapshot).err();
                 }
                 Event::EarlyStop { best, held_out } => {
                     note(&format!(
@@ -376,15 +377,22 @@ impl<'a> Ready<'a> {
             interrupted = interrupt.asked();
         }
         drop(progress);
-        let checkpoint = match (&self.keeping, interrupted) {
-            (Some(Keeping { checkpoints, .. }), true) if self.trainer.steps() > 0 => {
-                Some(checkpoints.write(&self.trainer.last_snapshot()?)?)
-            }
-            _ => None,
-        };
         if let Err(e) = self.trainer.check_moved() {
             return Err(self.failed(e));
         }
+        let mut checkpoint = None;
+        if let (Some(Keeping { checkpoints, .. }), true, None) =
+            (&self.keeping, interrupted && self.trainer.steps() > 0, &unkept)
+        {
+            match self.trainer.last_snapshot() {
+                Ok(snapshot) => match checkpoints.write(&snapshot) {
+                    Ok(path) => checkpoint = Some(path),
+                    Err(e) => unkept = Some(e),
+                },
+                Err(e) => return Err(self.failed(e)),
+            }
+        }
+        let unkept = unkept.map(|e| self.unkept(e));
         let outcome = self.trainer.finish()?;
         Ok(Ran {
             outcome,
@@ -399,8 +407,19 @@ impl<'a> Ready<'a> {
             memory: memory::now(),
             interrupted,
             checkpoint,
+            unkept,
             claim: self.claim.take(),
         })
+    }
+
+    /// Where the run can go on all the same.
+    fn unkept(&self, e: train::Error) -> Error {
+        let newest = self.keeping.as_ref().and_then(|keeping| keeping.checkpoints.newest());
+        let error = Error::from(e);
+        match newest {
+            Some(step) => error.with(format!("`--resume` goes on from step {step}")),
+            None => error.with("there is no checkpoint to go on from"),
+        }
     }
 
     /// Keeps what there is of the run, and says where.
@@ -414,33 +433,29 @@ impl<'a> Ready<'a> {
         let checkpoints = self.keeping.take().map(|keeping| keeping.checkpoints);
         // What is computed once more comes out the same.
         if !not_finite && !dead {
-            let Some(checkpoints) = checkpoints else { return error };
-            return match self.trainer.snapshot().and_then(|snapshot| checkpoints.write(&snapshot)) {
-                Ok(path) => error.with(format!("`--resume` goes on from {}", path.display())),
-                Err(also) => error.with(also),
-            };
+            let Some(checkpoints) = &checkpoints else { return error };
+            match self.trainer.snapshot().and_then(|snapshot| checkpoints.write(&snapshot)) {
+                Ok(path) => {
+                    return error.with(format!("`--resume` goes on from {}", path.display()));
+                }
+                Err(also) => error = error.with(also),
+            }
         }
         let model = self.model;
-        let kept = match (self.trainer.last_good(checkpoints.as_ref(), not_finite), &self.last_good)
-        {
+        match (self.trainer.last_good(checkpoints.as_ref(), not_finite), &self.last_good) {
             (Ok(Some((adapter, step))), Some(path)) => {
-                adapter.write(path, model).map(|()| Some((step, path))).map_err(Error::from)
-            }
-            (Err(e), _) => Err(e.into()),
-            _ => Ok(None),
-        };
-        match kept {
-            Ok(Some((step, path))) => {
                 let how = if not_finite { ", at a lower `--lr` say" } else { "" };
-                error = error.with(format!(
-                    "the adapter as it was after step {step} is in {}; `--from` trains on from \
-                     it{how}",
-                    path.display()
-                ));
+                match super::write(path, "adapter", &mut |to| Ok(adapter.write(to, model)?)) {
+                    Ok(()) => error.with(format!(
+                        "the adapter as it was after step {step} is in {}; `--from` trains on from \
+                         it{how}",
+                        path.display()
+                    )),
+                    Err(also) => error.with(also.message()),
+                }
             }
-            Ok(None) => {}
-            Err(also) => error = error.with(also.message()),
+            (Err(also), _) => error.with(also),
+            _ => error,
         }
-        error
     }
 }
