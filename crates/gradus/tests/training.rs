@@ -446,6 +446,53 @@ fn a_run_that_does_not_fit_names_settings_that_do() {
         }
     }
     assert!(named >= 4, "{named} budgets had settings that fit");
+    // Also where a shorter window is all that fits: conversations are shortened, texts cut, and
+    // answers stay whole.
+    let chat = |prompt: usize, answer: usize| {
+        let words = |n: usize| "word ".repeat(n);
+        serde_json::json!({ "prompt": words(prompt), "completion": words(answer) }).to_string()
+    };
+    let texts = serde_json::json!({ "text": "word ".repeat(60) }).to_string();
+    let rows: [(&str, String); 4] = [
+        (" --fit left", [chat(40, 2), chat(60, 3), chat(2, 1)].join("\n")),
+        ("none", [chat(40, 2), chat(2, 45), chat(50, 1)].join("\n")),
+        ("none", [chat(40, 2), chat(50, 1), chat(1, 45)].join("\n")),
+        ("", [texts.clone(), texts.clone(), texts].join("\n")),
+    ];
+    for (expected, rows) in rows {
+        let data = folder.write("rows.jsonl", rows);
+        let args = |extra: &[&str]| -> Vec<String> {
+            let args = ["train", "-m", &hybrid, "--data", &data, "--template", "plain", "-o", &out];
+            let same = ["--epochs", "1", "--rank", "1", "--eval-split", "0.3"];
+            let same = [&same[..], &["--targets", "attn_q", "--no-record"]].concat();
+            args.iter().chain(&same).chain(extra).map(|a| a.to_string()).collect()
+        };
+        let mut seen = 0;
+        for budget in ["1", "2", "3"] {
+            let mut args = args(&["--memory-budget", budget]);
+            let big = [&args[..], &["--window".into(), "512".into()]].concat();
+            let ended =
+                gradus(&big.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
+            let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+            if ended.status.success() {
+                continue;
+            }
+            match said.split('`').find(|part| part.starts_with("--recompute")) {
+                Some(nearest) => {
+                    seen +=
+                        usize::from(!nearest.contains("--chunk") && nearest.ends_with(expected));
+                    args.extend(nearest.split(' ').map(String::from));
+                    ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+                }
+                None => {
+                    assert!(said.contains("no window"), "{said}");
+                    seen += usize::from(expected == "none" && said.contains("holds the answers"));
+                }
+            }
+        }
+        println!("`{expected}`: {seen}");
+        assert!(seen > 0, "no budget gave `{expected}`");
+    }
     // No window is longer than all that there is.
     let few = folder.write("few.jsonl", facts());
     let planned = |window: &str| {

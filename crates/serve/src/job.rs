@@ -30,6 +30,8 @@ pub struct DataReport {
     pub window: usize,
     /// Examples of the request, or pieces of its text.
     pub examples: usize,
+    /// They are pieces of a text.
+    pub of_text: bool,
     /// Examples shortened to fit.
     pub truncated: usize,
     /// Examples left out because they could not be made to fit.

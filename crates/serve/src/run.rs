@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use graph::{Code, Recompute};
 use model::{Adapter, Model};
-use train::{Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
+use train::{Cut, Event, Example, Optimizer, Outcome, Start, TrainConfig, Trainer};
 
 use crate::engine_loop::{Command, Control, End, Progress, Run, ToLoop};
 use crate::pacing::Pacer;
@@ -28,6 +28,7 @@ struct Setup<'j> {
     config: &'j TrainConfig,
     examples: &'j Arc<[Example]>,
     held_out: &'j Arc<[Example]>,
+    cut: Cut,
     budget: Option<usize>,
     may_recompute: bool,
     measure_first: bool,
@@ -40,6 +41,7 @@ impl<'j> Setup<'j> {
             config: &job.config,
             examples: &job.examples,
             held_out: &job.held_out,
+            cut: if job.data.of_text { Cut::Anywhere } else { Cut::BeforeAnswers },
             budget: job.memory_budget,
             may_recompute: job.may_recompute,
             measure_first: false,
@@ -370,6 +372,7 @@ impl Server {
             config: &job.config,
             examples: &job.examples,
             held_out: &job.examples,
+            cut: Cut::BeforeAnswers,
             budget: job.memory_budget,
             may_recompute: job.may_recompute,
             measure_first: true,
@@ -569,13 +572,8 @@ impl Server {
         if let Some(allowed) = prepared.too_much() {
             let room = allowed.saturating_sub(prepared.data);
             let fits = self.what_fits(setup, fallback.as_ref(), room)?;
-            let mib = |bytes: usize| (bytes as f64 / f64::from(1 << 20)).ceil() as u64;
-            let message = format!(
-                "the run needs {} MiB beside the model, {} MiB may be taken; {fits}",
-                mib(prepared.needed),
-                mib(allowed)
-            );
-            return Err(Error::new(Code::OverBudget, message));
+            let why = train::over_budget(prepared.needed, allowed);
+            return Err(Error::new(Code::OverBudget, format!("{why}; {fits}")));
         }
         prepared.trainer.reserve()?;
         Ok(prepared)
@@ -588,18 +586,18 @@ impl Server {
         fallback: Option<&Arc<dyn graph::Device>>,
         allowed: usize,
     ) -> Result<String> {
-        let TrainConfig { walks, graph, .. } = setup.config;
-        let window = walks.map_or(graph.rows, |walks| walks.window);
         let wanted = train::Wanted {
             fallback,
             examples: setup.examples,
             held_out: setup.held_out,
+            cut: setup.cut,
             allowed,
             checkpoint_every: setup.checkpoint_every,
-            may_chunk: &|rows| request::is_chunk(rows, window),
+            window: &request::window_of,
+            chunks: &|window| request::chunks(window).collect(),
         };
         let nearest = train::nearest(&self.0.model, setup.config, &wanted)?;
-        let none = || "no window fits; adapt fewer layers or a lower rank".to_string();
+        let none = || setup.cut.none_fits().to_string();
         Ok(nearest.map_or_else(none, |nearest| nearest.in_words()))
     }
 

@@ -131,7 +131,7 @@ fn what_cannot_be_trained_is_refused_by_name() {
             j.config.targets = vec!["blk.0.attn_x.weight".into()];
         }),
         ("window", Code::InvalidInput, "window", &|j| j.config.graph.rows = 1 << 40),
-        ("memory", Code::OverBudget, "would fit", &|j| j.memory_budget = Some(1 << 20)),
+        ("memory", Code::OverBudget, "no window", &|j| j.memory_budget = Some(1 << 20)),
         ("no data", Code::BadData, "no examples", &|j| j.examples = Arc::new([])),
         ("too long", Code::BadData, "larger window", &|j| {
             j.examples = [Example { tokens: vec![1; 400], weights: vec![1.0; 400] }].into();

@@ -32,7 +32,7 @@ pub use config::TrainConfig;
 pub use data::{Example, Packing, Room, Window, pack};
 pub use error::{Error, Result};
 pub use estimate::Rates;
-pub use fit::{Nearest, Wanted, nearest};
+pub use fit::{Cut, Nearest, Wanted, halves, nearest, over_budget};
 pub use gradients::{
     Goal, Gradients, GraphConfig, Masks, Measured, Pass, Walks, loss_of, most_sequences,
 };

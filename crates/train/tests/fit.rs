@@ -7,8 +7,8 @@ use gguf::TensorType;
 use model::Model;
 use model::toy::Toy;
 use train::{
-    Example, Goal, Gradients, GraphConfig, Masks, Parameters, TrainConfig, Trainer, Wanted, Window,
-    nearest, select_targets,
+    Cut, Example, Goal, Gradients, GraphConfig, Masks, Parameters, TrainConfig, Trainer, Wanted,
+    Window, halves, nearest, select_targets,
 };
 
 fn toy() -> Model {
@@ -82,10 +82,13 @@ fn settings_that_are_said_to_fit_fit() {
                 held_out: &held_out,
                 allowed,
                 checkpoint_every: Some(1),
-                may_chunk: &|_| true,
+                cut: Cut::Anywhere,
+                window: &|rows| rows,
+                chunks: &|window| halves(window).collect(),
             };
             let Some(near) = nearest(&&model, &config, &wanted).unwrap() else { continue };
-            if near.shortens {
+            // A window that texts are cut into.
+            if near.config.longest() < 44 {
                 shortened += 1;
                 continue;
             }
@@ -99,4 +102,58 @@ fn settings_that_are_said_to_fit_fit() {
         }
     }
     assert!(found > 20 && shortened > 0, "{found} {shortened}");
+}
+
+/// A shorter window is named where what is taught has room in it, all of it, and nowhere else; and
+/// it is one that the host allows, as are chunks.
+#[test]
+fn what_is_named_holds_the_answers_and_is_what_the_host_allows() {
+    let model = toy();
+    let taught = |rows: usize, answer: usize| {
+        let mut example = example(rows);
+        example.weights.iter_mut().take(rows + 1 - answer).for_each(|w| *w = 0.0);
+        example
+    };
+    let none: Arc<[Example]> = Arc::new([]);
+    let short: Arc<[Example]> = [taught(240, 20), taught(30, 9)].into();
+    let long: Arc<[Example]> = [taught(240, 20), taught(200, 150)].into();
+    let few = |allowed: usize, examples: &Arc<[Example]>, held_out: &Arc<[Example]>, cut| {
+        let wanted = Wanted {
+            fallback: None,
+            examples,
+            held_out,
+            cut,
+            allowed,
+            checkpoint_every: None,
+            window: &|rows| rows.next_multiple_of(24),
+            chunks: &|_| vec![160, 80],
+        };
+        nearest(&&model, &config(&model, 480), &wanted).unwrap()
+    };
+    let mut windows = std::collections::BTreeSet::new();
+    let mut chunks = std::collections::BTreeSet::new();
+    for allowed in (100..8_000).step_by(200).map(|kib| kib << 10) {
+        let of_short = few(allowed, &short, &none, Cut::BeforeAnswers);
+        for (named, longest) in [
+            (of_short.clone(), 20),
+            (few(allowed, &long, &none, Cut::BeforeAnswers), 150),
+            (few(allowed, &short, &long, Cut::BeforeAnswers), 150),
+        ] {
+            let Some(named) = named else { continue };
+            let (window, chunk) = named.window();
+            assert!(window >= longest && window.is_multiple_of(24), "{window}");
+            assert_eq!(named.shortens, window < 240);
+            assert_eq!(named.in_words().contains("`fit` \"left\""), named.shortens);
+            windows.insert(window);
+            chunks.extend(chunk);
+        }
+        // Of texts nothing has to stay whole.
+        if let Some(named) = few(allowed, &long, &none, Cut::Anywhere) {
+            assert!(!named.shortens);
+        } else {
+            assert_eq!(of_short, None);
+        }
+    }
+    assert!(windows.range(..150).next().is_some() && windows.contains(&240), "{windows:?}");
+    assert!(chunks.contains(&80), "{chunks:?}");
 }

@@ -108,6 +108,7 @@ pub fn run(args: &Args) -> Result<()> {
         may_recompute: args.recompute == RecomputeName::Auto,
         examples: examples.into(),
         held_out: Arc::new([]),
+        cut: train::Cut::BeforeAnswers,
         budget: None,
         keeping: None,
         checkpoint_every: None,

@@ -150,8 +150,13 @@ pub(super) fn of_text(text: &str, parse_special: bool, host: &Host, window: usiz
         .filter_map(|&start| tokens.get(start..start + window + 1))
         .map(|tokens| Example { tokens: tokens.to_vec(), weights: vec![1.0; tokens.len()] })
         .collect();
-    let report =
-        DataReport { window_asked: window, window, examples: train.len(), ..DataReport::default() };
+    let report = DataReport {
+        window_asked: window,
+        window,
+        examples: train.len(),
+        of_text: true,
+        ..DataReport::default()
+    };
     Ok(Data { train, held_out: Vec::new(), report, starts })
 }
 

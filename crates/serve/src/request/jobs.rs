@@ -343,9 +343,16 @@ fn window(fields: &mut Fields, host: &Host) -> Result<usize> {
     }
 }
 
-/// Whether a window can be walked in chunks of so many rows.
-pub(crate) fn is_chunk(rows: usize, window: usize) -> bool {
-    rows >= BLOCK && rows.is_multiple_of(BLOCK) && window.is_multiple_of(rows)
+/// The shortest window that may be asked for and has so many rows.
+pub(crate) fn window_of(rows: usize) -> usize {
+    rows.next_multiple_of(BLOCK).max(BLOCK)
+}
+
+/// The chunks that a window may be walked in, longest first: the multiples of [`BLOCK`] that divide
+/// it.
+pub(crate) fn chunks(window: usize) -> impl Iterator<Item = usize> {
+    let blocks = (1..=window / BLOCK).rev().map(|n| n * BLOCK);
+    blocks.filter(move |&rows| window.is_multiple_of(rows))
 }
 
 /// How a window is cut into graphs: their rows, and the walk where there are several. A chunk is
@@ -366,8 +373,7 @@ fn walks(fields: &mut Fields, window: usize) -> Result<(usize, Option<Walks>)> {
             }
         },
     };
-    let mut blocks = (1..=asked.min(window) / BLOCK).rev().map(|n| n * BLOCK);
-    let chunk = blocks.find(|&rows| is_chunk(rows, window)).unwrap_or(window);
+    let chunk = chunks(window).find(|&rows| rows <= asked).unwrap_or(window);
     if chunk == window {
         for (field, set) in [("walk_horizon", horizon), ("walk_host_budget_mib", budget)] {
             if set.is_some_and(|n| n > 0) {

@@ -23,8 +23,8 @@ use crate::{Error, Result};
 
 pub use adapters::{alias, load_adapter, nothing, out};
 pub use chat::{Reply, chat, completion};
-pub(crate) use jobs::is_chunk;
 pub use jobs::{DEFAULT_PACING, learn, train};
+pub(crate) use jobs::{chunks, window_of};
 
 /// Most bytes of the body of a request for text.
 pub const MAX_TEXT_BODY: usize = 16 << 20;

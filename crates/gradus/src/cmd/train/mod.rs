@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ::data::{Dataset, FileReport, Layout};
 use model::{Adapter, Model};
 use serde_json::json;
-use train::{Checkpoints, Example, WrittenTensor};
+use train::{Checkpoints, Cut, Example, WrittenTensor};
 
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
@@ -153,6 +154,8 @@ impl KeepingArgs {
 struct Data {
     train: Arc<[Example]>,
     held_out: Arc<[Example]>,
+    /// What they come to in shorter windows.
+    cut: Cut,
 }
 
 impl Data {
@@ -212,11 +215,13 @@ impl Args {
     }
 
     fn read(&self, model: &Model) -> Result<Data> {
-        let mut train = self.data.load(model, &self.template)?.examples;
+        let Dataset { examples: mut train, files, .. } = self.data.load(model, &self.template)?;
         if !self.eval_data.is_empty() {
-            let files = DataArgs { data: self.eval_data.clone(), ..self.data.clone() };
-            let held_out = files.load(model, &self.template)?.examples;
-            return Ok(Data { train: train.into(), held_out: held_out.into() });
+            let data = DataArgs { data: self.eval_data.clone(), ..self.data.clone() };
+            let held_out = data.load(model, &self.template)?;
+            let files = [files, held_out.files].concat();
+            let cut = cut(&files);
+            return Ok(Data { train: train.into(), held_out: held_out.examples.into(), cut });
         }
         if !(0.0..1.0).contains(&self.eval_split) {
             let message = format!("`--eval-split` is {}; expected 0 to below 1", self.eval_split);
@@ -238,8 +243,14 @@ impl Args {
                 train.len()
             )));
         }
-        Ok(Data { train: train.into(), held_out: held_out.into() })
+        Ok(Data { train: train.into(), held_out: held_out.into(), cut: cut(&files) })
     }
+}
+
+/// What the rows of files come to in shorter windows.
+fn cut(files: &[FileReport]) -> Cut {
+    let is_text = |file: &FileReport| file.layout == Some(Layout::Text);
+    if files.iter().all(is_text) { Cut::Anywhere } else { Cut::BeforeAnswers }
 }
 
 /// Say what a training run would take, without running it
@@ -295,6 +306,7 @@ pub fn run(args: &Args) -> Result<()> {
         may_recompute: settings.recompute == RecomputeName::Auto,
         examples: data.train.clone(),
         held_out: data.held_out.clone(),
+        cut: data.cut,
         budget,
         checkpoint_every: Some(args.keeping.checkpoint_every),
         keeping: out.filter(|_| !args.dry_run).map(|out| args.keeping.of(out)),

@@ -76,6 +76,8 @@ pub struct Session<'a> {
     pub may_recompute: bool,
     pub examples: Arc<[Example]>,
     pub held_out: Arc<[Example]>,
+    /// What they come to in shorter windows.
+    pub cut: train::Cut,
     /// Most bytes to take beside the model; else what there is.
     pub budget: Option<u64>,
     pub keeping: Option<Keeping>,
@@ -195,31 +197,18 @@ impl<'a> Session<'a> {
                     fallback: None,
                     examples: &self.examples,
                     held_out: &self.held_out,
+                    cut: self.cut,
                     allowed: allowed as usize,
                     checkpoint_every: self.checkpoint_every,
-                    may_chunk: &|_| true,
+                    window: &|rows| rows,
+                    chunks: &|window| train::halves(window).collect(),
                 };
-                let fits = train::nearest(&self.model, &config, &wanted)?;
-                over = Some(format!(
-                    "the run needs {} beside the model, {} may be taken; {}",
-                    bytes(plan.beside()),
-                    bytes(allowed),
-                    fits.map_or_else(
-                        || "no window fits: adapt fewer layers, or take a lower rank".to_string(),
-                        |nearest| {
-                            let (window, chunk) = nearest.window();
-                            let chunk = chunk.map_or(String::new(), |n| format!(" --chunk {n}"));
-                            let shorter = match nearest.shortens {
-                                true => ", with `--fit` for what is longer",
-                                false => "",
-                            };
-                            format!(
-                                "`--recompute per-layer --window {window}{chunk}` would \
-                                 fit{shorter}"
-                            )
-                        }
-                    )
-                ));
+                let fits = match train::nearest(&self.model, &config, &wanted)? {
+                    Some(nearest) => typed(&nearest),
+                    None => self.cut.none_fits().to_string(),
+                };
+                let why = train::over_budget(plan.beside() as usize, allowed as usize);
+                over = Some(format!("{why}; {fits}"));
             }
             let mut from = 0;
             // Of what does not fit nothing is read.
@@ -257,6 +246,15 @@ impl<'a> Session<'a> {
             });
         }
     }
+}
+
+/// Settings that fit, as they are typed.
+fn typed(nearest: &train::Nearest) -> String {
+    let (window, chunk) = nearest.window();
+    let chunk = chunk.map_or(String::new(), |rows| format!(" --chunk {rows}"));
+    let fit = if nearest.shortens { " --fit left" } else { "" };
+    let without = if nearest.drops_chunk { ", without `--chunk`" } else { "" };
+    format!("`--recompute per-layer --window {window}{chunk}{fit}` would fit{without}")
 }
 
 impl<'a> Ready<'a> {
