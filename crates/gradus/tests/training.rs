@@ -708,6 +708,39 @@ fn odd_options_are_refused_or_mean_what_they_say() {
     assert!(parameters("0") < parameters("1"));
 }
 
+/// What `auto` chose for a run stays, whatever it would choose on the machine that goes on with it.
+#[cfg(unix)]
+#[test]
+fn a_run_that_goes_on_keeps_the_precision_it_began_with() {
+    let folder = Folder::new("precision");
+    let model = fixture("llama", "model.gguf");
+    let data = folder.write("facts.jsonl", facts());
+    let out = folder.file("a.gguf");
+    let run = |family: &str, epochs: &str, more: &[&str]| {
+        let mut command = gradus(&["train", "-m", &model, "--data", &data, "-o", &out]);
+        command.args(["--template", "plain", "--window", "64", "--no-record"]);
+        command.args(["--epochs", epochs, "--schedule", "constant", "--json"]).args(more);
+        command.env("GRADUS_CPU", family);
+        command
+    };
+    // What the portable kernels are fastest with is f32.
+    let began = ["--grad-precision", "int16", "--checkpoint-every", "3"];
+    let started = Started::at(&mut run("portable", "10000", &began), "step ");
+    assert!(started.signal("-INT"));
+    assert_eq!(started.end().status.code(), Some(130));
+    let other = run("portable", "10000", &["--resume", "--grad-precision", "f32"]);
+    let refused = { other }.output().unwrap();
+    let said = text(&refused.stderr);
+    assert!(said.contains("`grad_precision` \"int16\", this one has \"f32\""), "{said}");
+    let started = Started::at(&mut run("portable", "10000", &["--resume"]), "step ");
+    assert!(started.signal("-INT"));
+    let ended = started.end();
+    let said = text(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(130), "{said}");
+    let said: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert!(said["resumed_from"].as_u64() > Some(0), "{said}");
+}
+
 /// Names that are no UTF-8 are names.
 #[cfg(target_os = "linux")]
 #[test]

@@ -520,6 +520,16 @@ impl Checkpoints {
         self.files().last().map(|(step, _)| *step)
     }
 
+    /// The settings of the run they are of, by name, as the last one has them whose header can be
+    /// read.
+    pub fn settings(&self) -> Option<Map<String, Value>> {
+        let settings = |path: &Path| -> Option<Map<String, Value>> {
+            let about: Value = serde_json::from_str(&about(path)?).ok()?;
+            about.get("settings")?.as_object().cloned()
+        };
+        self.files().iter().rev().find_map(|(_, path)| settings(path))
+    }
+
     /// The last checkpoint, if there is any, and its file. One that is damaged is passed over for
     /// the one before it.
     ///
@@ -575,6 +585,11 @@ fn is_partial(name: &OsStr) -> bool {
 
 /// Whether the header of a file says that it is a checkpoint.
 fn is_checkpoint(path: &Path) -> bool {
+    about(path).is_some()
+}
+
+/// What is no tensor, of a file whose header says that it is a checkpoint.
+fn about(path: &Path) -> Option<String> {
     let header = || -> std::io::Result<Vec<u8>> {
         if !std::fs::metadata(path)?.is_file() {
             return Err(std::io::ErrorKind::InvalidInput.into());
@@ -586,7 +601,6 @@ fn is_checkpoint(path: &Path) -> bool {
         file.take(u64::from_le_bytes(len).min(LONGEST_HEADER)).read_to_end(&mut header)?;
         Ok(header)
     };
-    let Ok(header) = header() else { return false };
-    let Ok(header) = serde_json::from_slice::<Value>(&header) else { return false };
-    header.get("__metadata__").is_some_and(|metadata| metadata.get(KEY).is_some())
+    let header: Value = serde_json::from_slice(&header().ok()?).ok()?;
+    Some(header.get("__metadata__")?.get(KEY)?.as_str()?.to_string())
 }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ::data::{Dataset, FileReport, Layout};
+use graph::GradPrecision;
 use model::{Adapter, Model};
 use serde_json::json;
 use train::{Checkpoints, Cut, Example, WrittenTensor};
@@ -139,6 +140,24 @@ pub struct KeepingArgs {
 }
 
 impl KeepingArgs {
+    /// What gradients pass quantized weights in, in the run to go on with: what `auto` chose then
+    /// stays, also where another processor would choose otherwise.
+    fn precision(&self, out: &Path) -> Result<Option<GradPrecision>> {
+        let checkpoints = self.of(out).checkpoints;
+        let settings = checkpoints.settings().filter(|_| self.resume);
+        let name = settings.as_ref().and_then(|s| s.get("grad_precision")?.as_str());
+        let Some(name) = name else { return Ok(None) };
+        let known = GradPrecision::ALL.into_iter().find(|precision| precision.name() == name);
+        known.map(Some).ok_or_else(|| {
+            Error::invalid(format!(
+                "the checkpoints in {} are of a run with `grad_precision` {name}, which this \
+                 Gradus does not know; go on with the one that made them, or start anew without \
+                 `--resume`",
+                checkpoints.folder().display()
+            ))
+        })
+    }
+
     fn of(&self, out: &Path) -> Keeping {
         let folder =
             self.checkpoints.clone().unwrap_or_else(|| outputs::beside(out, ".checkpoints"));
@@ -299,6 +318,11 @@ pub fn run(args: &Args) -> Result<()> {
     config.shrink(rows(&data.train).max(rows(&data.held_out)).next_multiple_of(64));
     let targets = config.targets.len();
     let out = args.out.as_ref().filter(|_| settings.adapts()).or(args.out_model.as_ref());
+    if let (PrecisionName::Auto, Some(out)) = (settings.grad_precision, out)
+        && let Some(precision) = args.keeping.precision(out)?
+    {
+        config.graph.grad_precision = precision;
+    }
     let session = Session {
         model: &model,
         config,

@@ -120,7 +120,8 @@ pub struct Settings {
     pub recompute: RecomputeName,
 
     /// What gradients pass quantized weights in; sums are at least f32 in any case. `auto` takes
-    /// bf16 where the processor has AMX, and int16 where it has AVX-512 VNNI alone
+    /// bf16 where the processor has AMX, and int16 where it has AVX-512 VNNI alone; a run that goes
+    /// on keeps what it began with
     #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
     pub grad_precision: PrecisionName,
 
