@@ -762,3 +762,30 @@ fn names_that_are_no_text_are_written_to() {
     let mut command = gradus(&["merge", "-m", &model, "--force", "--json", "--adapter"]);
     assert!(command.arg(&out).arg("-o").arg(merged).output().unwrap().status.success());
 }
+
+/// A measurement that is no number is a failure, and says of what.
+#[test]
+fn what_cannot_be_measured_is_no_result() {
+    let folder = Folder::new("not-finite");
+    let path = fixture("llama", "model.gguf");
+    let device = std::sync::Arc::new(cpu::Cpu::new(1, None).unwrap());
+    let model = model::Model::load(Path::new(&path), device).unwrap();
+    let targets = [("blk.0.ffn_down.weight", 4)];
+    let mut adapter = model::Adapter::fresh(&model, targets, 8.0, 1).unwrap();
+    for pair in adapter.tensors.values_mut() {
+        pair.a.fill(1e30);
+        pair.b.fill(1e30);
+    }
+    let file = folder.file("wild.gguf");
+    adapter.write(Path::new(&file), &model).unwrap();
+    let data = folder.write("facts.jsonl", facts());
+    let text = folder.write("text.txt", "the cat sat on the mat and the dog in the fog ".repeat(9));
+    for more in [&[][..], &["--json"]] {
+        let eval =
+            ["eval", "-m", &path, "--data", &data, "--template", "plain", "--adapter", &file];
+        fails(&[&eval[..], more].concat(), 3, &["row 1 of ", "with the adapter", "not finite"]);
+        let perplexity =
+            ["perplexity", "-m", &path, "-f", &text, "--ctx", "32", "--adapter", &file];
+        fails(&[&perplexity[..], more].concat(), 3, &["of window 1 is ", "not finite"]);
+    }
+}

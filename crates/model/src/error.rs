@@ -33,6 +33,9 @@ pub enum Error {
         /// What is wrong, and what to do.
         message: String,
     },
+    /// A number that is not finite came out.
+    #[error("{0}")]
+    NotFinite(String),
     /// The model is of a kind Gradus does not run, or was asked for what it cannot do.
     #[error("{0}")]
     Model(String),
@@ -64,6 +67,7 @@ impl Error {
             Error::Graph(e) => e.code(),
             Error::Adapter { code, .. } => *code,
             Error::Full { .. } => graph::Code::ContextExceeded,
+            Error::NotFinite(_) => graph::Code::NonFinite,
             Error::File(e) if e.is_write_failure() => graph::Code::FileFailed,
             Error::File(_) | Error::Text(_) | Error::Model(_) => graph::Code::InvalidInput,
         }

@@ -45,6 +45,6 @@ pub use net::{
     EntryStates, Experts, LoraShape, Net, NetConfig, PrefixShape, Projection, StateNodes,
 };
 pub use perplexity::{Perplexity, perplexity};
-pub use score::{Scored, ToScore, score};
+pub use score::{Scored, ToScore, not_finite, score};
 pub use skeleton::Skeleton;
 pub use weights::{TensorSource, Weight, Weights};

@@ -1,6 +1,6 @@
 //! Perplexity of a text, as llama.cpp's `llama-perplexity` measures it.
 
-use crate::{AdapterId, Engine, Error, Result, ToScore, score};
+use crate::{AdapterId, Engine, Error, Result, ToScore, not_finite, score};
 
 /// What a text is worth to a model.
 #[derive(Copy, Clone, PartialEq, Debug)]
@@ -23,7 +23,8 @@ pub struct Perplexity {
 /// are done and the perplexity so far; when it returns false, the rest is left out.
 ///
 /// # Errors
-/// When `ctx` is below 4 or the text is shorter than a window, or the engine fails.
+/// When `ctx` is below 4 or the text is shorter than a window, or the engine fails; a
+/// log-probability that is not finite.
 pub fn perplexity(
     engine: &mut Engine,
     tokens: &[u32],
@@ -52,7 +53,11 @@ pub fn perplexity(
             *first = bos;
         }
         let item = ToScore { tokens: &fed, wanted: &wanted, adapter };
-        for token in score(engine, &[item], ctx)?.pop().unwrap_or_default() {
+        let tokens = score(engine, &[item], ctx)?.pop().unwrap_or_default();
+        for (token, at) in tokens.into_iter().zip(ctx / 2 + 1..) {
+            if !token.logprob.is_finite() {
+                return Err(not_finite(token, &format!("token {at} of window {}", done + 1)));
+            }
             let nll = -f64::from(token.logprob);
             sum += nll;
             squares += nll * nll;

@@ -22,6 +22,15 @@ pub struct Scored {
     pub top: bool,
 }
 
+/// That a score is not finite, of what it is.
+pub fn not_finite(token: Scored, of: &str) -> Error {
+    Error::NotFinite(format!(
+        "the log-probability of {of} is {}, which is not finite: neither are some of the numbers \
+         before it, for which weights or an adapter that are damaged or too large are the cause",
+        token.logprob
+    ))
+}
+
 /// Bytes of logits held at a time.
 const LOGIT_BYTES: usize = 64 << 20;
 

@@ -152,8 +152,12 @@ impl Answer {
 }
 
 /// Rows of the data, scored and to be answered.
+#[derive(Default)]
 struct Material {
     examples: Vec<Example>,
+    /// For each the index of its file, and the number of its row.
+    origins: Vec<(usize, u64)>,
+    files: Vec<PathBuf>,
     questions: Vec<Question>,
     rows: u64,
 }
@@ -207,10 +211,11 @@ impl Args {
     ) -> Result<Material> {
         let options = self.data.reading.options(self.data.window);
         let renderer = Renderer::new(model.tokenizer(), template, &options);
-        let mut material = Material { examples: Vec::new(), questions: Vec::new(), rows: 0 };
-        let mut texts = false;
         let files = &self.data.data;
+        let mut material = Material { files: files.clone(), ..Material::default() };
+        let mut texts = false;
         let read = ::data::each_rendered(files, &options, &renderer, &mut |row, rendered| {
+            material.origins.extend(rendered.examples.iter().map(|_| (row.file, row.number)));
             material.examples.extend(rendered.examples);
             material.rows += 1;
             // What did not fit is not asked whole.
@@ -262,7 +267,8 @@ fn measure(
     let mut progress = Progress::new("row", Unit::Items, rounds as u64);
     let mut done = 0;
     for contestant in contestants {
-        for examples in material.examples.chunks(SCORED) {
+        let origins = material.origins.chunks(SCORED);
+        for (examples, origins) in material.examples.chunks(SCORED).zip(origins) {
             if interrupt.asked() {
                 return Err(Error::Interrupted);
             }
@@ -278,7 +284,13 @@ fn measure(
                 })
                 .collect();
             let scored = model::score(engine, &items, BATCH)?;
-            for (example, scored) in examples.iter().zip(&scored) {
+            for ((example, scored), &(file, row)) in examples.iter().zip(&scored).zip(origins) {
+                if let Some(&odd) = scored.iter().find(|token| !token.logprob.is_finite()) {
+                    let file = material.files.get(file).map(|file| file.display().to_string());
+                    let with = contestant.adapter.map_or("", |_| " with the adapter");
+                    let of = format!("a token of row {row} of {}{with}", file.unwrap_or_default());
+                    return Err(model::not_finite(odd, &of).into());
+                }
                 contestant.sum.add(example, scored);
             }
             done += examples.len() as u64;
