@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use model::Model;
 use text::{ChatTemplate, Tokenizer};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::options::TemplateArgs;
 use crate::output::{count, note};
 
@@ -113,6 +113,30 @@ impl ReadingArgs {
     }
 }
 
+impl ReadingArgs {
+    /// Refuses what is typed and has no effect on files of such layouts.
+    ///
+    /// # Errors
+    /// Names the option.
+    pub fn check(&self, files: &[FileReport]) -> Result<()> {
+        let are_texts = |texts: bool| {
+            let mut layouts = files.iter().filter_map(|about| about.layout);
+            layouts.all(|layout| (layout == Layout::Text) == texts)
+        };
+        if self.fit.is_some() && are_texts(true) {
+            let why = "`--fit` has no effect on texts, which are cut into windows; leave it out";
+            return Err(Error::invalid(why));
+        }
+        if self.parse_special && are_texts(false) {
+            return Err(Error::invalid(
+                "`--parse-special` is about texts, but conversations are rendered by a template, \
+                 whose control tokens are always parsed; leave it out",
+            ));
+        }
+        Ok(())
+    }
+}
+
 impl DataArgs {
     /// The data, rendered for a model. What became of the files is said on standard error.
     ///
@@ -214,6 +238,21 @@ impl RowRange {
     /// The first so many.
     pub fn first(count: usize) -> RowRange {
         RowRange { first: 1, last: count }
+    }
+
+    /// Whether any of so many rows is one of them.
+    ///
+    /// # Errors
+    /// None is.
+    pub fn check(&self, rows: usize) -> Result<()> {
+        match self.first <= rows {
+            true => Ok(()),
+            false => Err(Error::invalid(format!(
+                "`--rows` begins at {}, which is past the last of {} rows that can be learned from",
+                self.first,
+                count(rows as u64)
+            ))),
+        }
     }
 
     /// Whether a row, counted from 1, is one of them.

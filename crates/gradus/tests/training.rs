@@ -699,6 +699,44 @@ fn odd_options_are_refused_or_mean_what_they_say() {
     for out in [folder.file(""), folder.file("peft/")] {
         refused(&["-o", &out], "`gradus adapter convert FILE FOLDER` makes a PEFT folder of that");
     }
+    // Without effect.
+    let norm = ["--targets", "none", "--train-weights", "norm"];
+    for (option, value) in
+        [("--rank", "4"), ("--alpha", "nan"), ("--rank-of", "norm=4"), ("--rslora", "")]
+    {
+        let given: Vec<&str> =
+            [option, value].into_iter().filter(|word| !word.is_empty()).collect();
+        refused(
+            &[&norm[..], &given].concat(),
+            &format!("`{option}` is an adapter's, and `--targets none` trains none"),
+        );
+    }
+    for option in ["--walk-horizon", "--walk-host-budget"] {
+        for chunk in ["64", "100"] {
+            let part = format!("`{option}` is set, but a window of 64 rows is one graph");
+            refused(&["--chunk", chunk, option, "3"], &part);
+        }
+    }
+    refused(&["--alpha", "nan"], "alpha is NaN, expected a positive number");
+    refused(&["--keep", "0"], "`--keep` is 0; expected at least 1");
+    refused(&["--parse-special"], "`--parse-special` is about texts");
+    let texts = folder.write("texts.jsonl", "{\"text\": \"the cat sat on the mat\"}\n".repeat(9));
+    let of_texts = ["-m", &model, "--data", &texts, "--template", "plain"];
+    for command in ["plan", "eval"] {
+        let fit = [&[command][..], &of_texts, &["--fit", "left"]].concat();
+        fails(&fit, 1, &["`--fit` has no effect on texts"]);
+        let special = ["--parse-special", "--window", "64", "--template", "plain"];
+        let special = [&[command, "-m", &model, "--data", &data][..], &special].concat();
+        fails(&special, 1, &["`--parse-special` is about texts"]);
+    }
+    // Where there are both, both have an effect.
+    let both = ["plan", "-m", &model, "--data", &texts, &data, "--template", "plain"];
+    ok(&[&both[..], &["--fit", "left", "--parse-special"]].concat());
+    let eval = ["eval", "-m", &model, "--data", &data, "--template", "plain", "--generate"];
+    let past = "`--rows` begins at 13, which is past the last of 10 rows";
+    fails(&[&eval[..], &["--rows", "13..20"]].concat(), 1, &[past]);
+    let show = ["data", "show", &data, "-m", &model, "--template", "plain", "--rows", "13.."];
+    fails(&show, 1, &[past]);
     // A checkpoint is written from a copy of what moves; a run that is stopped before its first one
     // gives the memory of its graphs back for it.
     let parameters = |every: &str| {

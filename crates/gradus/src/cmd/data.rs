@@ -112,11 +112,15 @@ impl Show {
         let reading = ReadingArgs { skip_bad: true, ..self.reading.clone() };
         let args = DataArgs { data: self.files.clone(), window: self.window, reading };
         let dataset = args.rendered(&tokenizer, template.as_ref().map_err(String::as_str))?;
+        self.reading.check(&dataset.files)?;
         let most = train::most_sequences(arch.geometry(), self.window);
         let order: Vec<usize> = (0..dataset.examples.len()).collect();
         let room = ::data::Room::shared(self.window, most);
         let windows = ::data::pack(&dataset.examples, &order, room)?;
         let packing = Packing { windows, rows: self.window, most };
+        let mut rows = dataset.origins.clone();
+        rows.dedup();
+        self.rows.map_or(Ok(()), |range| range.check(rows.len()))?;
         match self.json {
             true => json(&self.as_json(&dataset, &packing, &tokenizer)?),
             false => self.print(&dataset, &packing, &tokenizer),

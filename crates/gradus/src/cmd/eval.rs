@@ -228,6 +228,8 @@ impl Args {
             }
         })?;
         tell_rows(&read.files, &read.skipped);
+        self.data.reading.check(&read.files)?;
+        self.rows.map_or(Ok(()), |rows| rows.check(material.rows as usize))?;
         if self.generate && material.questions.is_empty() {
             let why = if texts { "the data are texts, which ask nothing" } else { "no row does" };
             return Err(Error::invalid(format!(

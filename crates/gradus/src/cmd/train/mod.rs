@@ -198,6 +198,10 @@ impl Args {
     /// Checks what it writes; where the adapter is kept as it was before a step that failed.
     fn check_outputs(&self) -> Result<Option<PathBuf>> {
         self.record.check()?;
+        self.settings.check(self.data.window)?;
+        if self.keeping.keep == 0 {
+            return Err(Error::invalid("`--keep` is 0; expected at least 1 checkpoint"));
+        }
         let is_folder =
             |out: &Path| out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/");
         if let Some(out) = self.out.as_ref().filter(|out| is_folder(out)) {
@@ -239,9 +243,11 @@ impl Args {
             let data = DataArgs { data: self.eval_data.clone(), ..self.data.clone() };
             let held_out = data.load(model, &self.template)?;
             let files = [files, held_out.files].concat();
+            self.data.reading.check(&files)?;
             let cut = cut(&files);
             return Ok(Data { train: train.into(), held_out: held_out.examples.into(), cut });
         }
+        self.data.reading.check(&files)?;
         if !(0.0..1.0).contains(&self.eval_split) {
             let message = format!("`--eval-split` is {}; expected 0 to below 1", self.eval_split);
             return Err(Error::invalid(message));

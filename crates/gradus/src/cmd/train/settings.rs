@@ -27,17 +27,17 @@ pub struct Settings {
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', num_args = 1)]
     pub train_weights: Vec<String>,
 
-    /// Rank of the adapter's matrices
-    #[arg(long, value_name = "R", default_value_t = 8)]
-    pub rank: usize,
+    /// Rank of the adapter's matrices [default: 8]
+    #[arg(long, value_name = "R")]
+    pub rank: Option<usize>,
 
     /// Another rank for some of the targets, named as for `--targets`
     #[arg(long, value_name = "NAME=R,...", value_delimiter = ',', num_args = 1)]
     pub rank_of: Vec<String>,
 
-    /// The adapter's effect is multiplied by alpha / rank
-    #[arg(long, value_name = "X", default_value_t = 16.0)]
-    pub alpha: f32,
+    /// The adapter's effect is multiplied by alpha / rank [default: 16]
+    #[arg(long, value_name = "X")]
+    pub alpha: Option<f32>,
 
     /// Multiply it by alpha / sqrt(rank) instead
     #[arg(long)]
@@ -214,6 +214,36 @@ impl Settings {
         self.targets != ["none"]
     }
 
+    /// Refuses what is typed and would be without effect.
+    ///
+    /// # Errors
+    /// Names the option.
+    pub fn check(&self, window: usize) -> Result<()> {
+        let of_adapter = [
+            ("--rank", self.rank.is_some()),
+            ("--rank-of", !self.rank_of.is_empty()),
+            ("--alpha", self.alpha.is_some()),
+            ("--rslora", self.rslora),
+        ];
+        if let (Some((option, _)), false) = (of_adapter.iter().find(|o| o.1), self.adapts()) {
+            return Err(Error::invalid(format!(
+                "`{option}` is an adapter's, and `--targets none` trains none; leave one of them out"
+            )));
+        }
+        let of_walks = [
+            ("--walk-horizon", self.walk_horizon > 0),
+            ("--walk-host-budget", self.walk_host_budget > 0),
+        ];
+        let is_walked = self.chunk.is_some_and(|chunk| chunk < window);
+        if let (Some((option, _)), false) = (of_walks.iter().find(|o| o.1), is_walked) {
+            return Err(Error::invalid(format!(
+                "`{option}` is set, but a window of {window} rows is one graph; expected a \
+                 `--chunk` that is smaller than `--window`"
+            )));
+        }
+        Ok(())
+    }
+
     /// The tensors that patterns name, in the layers that are adapted.
     fn select(&self, model: &Model, patterns: &[String]) -> Result<Vec<String>> {
         self.in_top_layers(model, train::select_targets(model, patterns)?)
@@ -229,7 +259,8 @@ impl Settings {
     /// The trainer's settings, for a model and windows of so many rows.
     ///
     /// # Errors
-    /// When a target matches no projection, or settings exclude each other.
+    /// When a target matches no projection, or settings exclude each other; see also
+    /// [`Settings::check`].
     pub fn config(&self, model: &Model, window: usize) -> Result<TrainConfig> {
         let targets = match self.adapts() {
             true => self.select(model, &self.targets)?,
@@ -242,8 +273,8 @@ impl Settings {
             targets,
             weights: self
                 .in_top_layers(model, train::select_weights(model, &self.train_weights)?)?,
-            rank: self.rank,
-            alpha: self.alpha,
+            rank: self.rank.unwrap_or(8),
+            alpha: self.alpha.unwrap_or(16.0),
             rslora: self.rslora,
             method: match self.optimizer {
                 OptimizerName::Sgd => Method::Sgd { momentum: self.momentum },
