@@ -220,12 +220,17 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let draws = start.from.is_none() && !targets.is_empty();
         let (adapter, optimizer) = match start.from {
             Some((adapter, optimizer)) => {
-                let kept = (optimizer.method, optimizer.weight_decay);
-                if kept != (*method, *weight_decay) {
+                if (optimizer.method, optimizer.weight_decay) != (*method, *weight_decay) {
+                    let of = |o: &Optimizer| {
+                        let own = o.method.settings().into_iter();
+                        let all = own.chain([("weight_decay", o.weight_decay)]);
+                        let all = all.map(|(name, value)| format!(", `{name}` {value}"));
+                        format!("{}{}", o.method.name(), all.collect::<String>())
+                    };
                     return Err(Error::Setting(format!(
-                        "the optimizer to go on with is {kept:?} in method and weight decay, the \
-                         settings say {:?}; expected the same",
-                        (method, weight_decay)
+                        "the optimizer to go on with is {}, the settings say {}; expected the same",
+                        of(&optimizer),
+                        of(&fresh)
                     )));
                 }
                 (Some(adapter), optimizer)

@@ -10,7 +10,7 @@ use graph::{DType, Recompute};
 use model::Model;
 use model::toy::Toy;
 use testkit::Random;
-use train::{Example, GraphConfig, Schedule, TrainConfig, Trainer, Window, select_targets};
+use train::{Example, GraphConfig, Method, Schedule, TrainConfig, Trainer, Window, select_targets};
 
 fn toy(arch: &'static str, ty: TensorType, threads: usize) -> Model {
     let device = Arc::new(cpu::Cpu::new(threads, None).unwrap());
@@ -229,4 +229,10 @@ fn a_run_goes_on_from_an_adapter_and_its_optimizer() {
     assert_eq!((half.steps, whole.steps), (2, 2));
     assert!(half.adapter != once.adapter);
     assert!(whole.adapter == once.adapter && whole.optimizer == once.optimizer);
+    // Another optimizer cannot; both are named as settings name them.
+    let config = TrainConfig { method: Method::Sgd { momentum: 0.5 }, ..settings(2) };
+    let start = train::Start { from: Some((half.adapter, half.optimizer)), ..Default::default() };
+    let refused = Trainer::start(&model, config, start).err().unwrap().to_string();
+    assert!(refused.contains("go on with is adamw, `beta1` 0.9,"), "{refused}");
+    assert!(refused.contains("settings say sgd, `momentum` 0.5, `weight_decay`"), "{refused}");
 }

@@ -70,7 +70,7 @@ fn settings_that_are_said_to_fit_are_accepted_and_fit() {
     let plan = |body: &serde_json::Value| {
         let job = request::train(body.to_string().as_bytes(), &host, &|| true)
             .unwrap_or_else(|e| panic!("{e}"));
-        server.plan(&job).unwrap()
+        server.plan(job).unwrap()
     };
     let (mut chunks, mut fits, mut texts, mut none) = (0, 0, 0, 0);
     let of_prompts = [example(220, 2), example(400, 2)];
