@@ -210,7 +210,9 @@ mod tests {
         assert_eq!(given("targets"), Some(vec!["all"].into()));
         assert_eq!(given("keep_best"), Some(false.into()));
         assert_eq!(given("patience"), Some(Value::Null));
-        assert_eq!(given("rank"), Some(8.into()));
+        assert_eq!(given("epochs"), Some(3.into()));
+        // What it comes to follows from others, and is with the settings.
+        assert_eq!(given("rank"), Some(Value::Null));
         let numbers = ["0", "0.0", "-2.50", "1e300"].map(value);
         assert_eq!(Value::from(numbers.to_vec()), serde_json::json!([0, 0, -2.5, 1e300]));
         let train = Cli::command();
