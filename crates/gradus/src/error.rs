@@ -126,7 +126,7 @@ impl From<graph::Fault> for Error {
 
 impl From<text::Error> for Error {
     fn from(e: text::Error) -> Error {
-        Error::invalid(e.to_string())
+        model::Error::from(e).into()
     }
 }
 

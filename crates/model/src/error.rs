@@ -68,6 +68,7 @@ impl Error {
             Error::Adapter { code, .. } => *code,
             Error::Full { .. } => graph::Code::ContextExceeded,
             Error::NotFinite(_) => graph::Code::NonFinite,
+            Error::Text(e) if e.is_not_finite() => graph::Code::NonFinite,
             Error::File(e) if e.is_write_failure() => graph::Code::FileFailed,
             Error::File(_) | Error::Text(_) | Error::Model(_) => graph::Code::InvalidInput,
         }

@@ -493,7 +493,13 @@ impl EngineLoop {
                         ended.push((part.turn, Ok(finish)));
                     }
                 }
-                Err(e) => ended.push((part.turn, Err(e.into()))),
+                Err(e) => {
+                    let mut e = Error::from(e);
+                    if e.code == Code::NonFinite {
+                        e.message = format!("`{}`: {}", turn.ask.model, e.message);
+                    }
+                    ended.push((part.turn, Err(e)));
+                }
             }
         }
         for (i, how) in ended.into_iter().rev() {

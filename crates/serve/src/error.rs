@@ -57,7 +57,7 @@ impl From<model::Error> for Error {
 
 impl From<text::Error> for Error {
     fn from(e: text::Error) -> Error {
-        Error::new(Code::InvalidInput, e.to_string())
+        model::Error::from(e).into()
     }
 }
 

@@ -413,6 +413,13 @@ impl Server {
         Err(stopped())
     }
 
+    /// The targets of the adapter that learning goes on with under an alias; `None` where there is
+    /// nothing yet.
+    pub fn targets_of(&self, alias: &str) -> Option<Vec<String>> {
+        let (known, _) = self.learned_so_far(alias);
+        known.map(|known| known.adapter.tensors.keys().cloned().collect())
+    }
+
     /// What a shadow goes on from, and the generation served.
     fn learned_so_far(&self, alias: &str) -> (Option<Known>, u64) {
         let registry = lock(&self.0.registry);
@@ -773,9 +780,17 @@ impl Server {
     /// Writes the adapter of a job that failed as it was before, and says where.
     fn keep_last_good(&self, job: &TrainJob, trainer: &mut Shared, e: Error) -> Error {
         let checkpoints = job.durable.as_ref().map(Durable::checkpoints);
-        let path = job.out.with_extension("last-good.gguf");
         let kept = match trainer.last_good(checkpoints.as_ref(), e.code == Code::NonFinite) {
             Ok(Some((adapter, step))) => {
+                let Some(path) = last_good_of(&job.out) else {
+                    let message = format!(
+                        "{}; the adapter as it was after step {step} is not kept: {} and all names \
+                         like it are taken, remove some",
+                        e.message,
+                        job.out.with_extension("last-good.gguf").display()
+                    );
+                    return Error { message, ..e };
+                };
                 let mut write = |to: &Path| adapter.write(to, &self.0.model);
                 let is_in = |path: &Path| {
                     format!("the adapter as it was after step {step} is in {}", path.display())
@@ -835,6 +850,16 @@ impl Server {
             status.error = Some(Failure::from(e));
         });
     }
+}
+
+/// Where the adapter of a failed job that writes to `out` is kept: what is there is another's, or
+/// was said to be kept. `None` where all names are taken.
+fn last_good_of(out: &Path) -> Option<PathBuf> {
+    let mut names = (1..100).map(|i| match i {
+        1 => out.with_extension("last-good.gguf"),
+        _ => out.with_extension(format!("last-good-{i}.gguf")),
+    });
+    names.find(|path| path.symlink_metadata().is_err())
 }
 
 /// The outcome of a run that has ended.

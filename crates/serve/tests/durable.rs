@@ -189,6 +189,13 @@ fn another_request_of_a_name_begins_anew() {
     let server = toy.server(Options::default());
     let folder = toy.dir().join(".jobs/k");
     let _ = std::fs::remove_dir_all(&folder);
+    // What another job has made, whose name is like that of what a failure leaves.
+    let [finished, kept, more] =
+        ["", "-2", "-3"].map(|n| toy.dir().join(format!("k.last-good{n}.gguf")));
+    for path in [&kept, &more] {
+        let _ = std::fs::remove_file(path);
+    }
+    std::fs::write(&finished, "made before").unwrap();
     start_and_pause(&server, "k", 100);
     // Nor can its checkpoints be written: it ends there, with what it is at.
     for step in (10..=100).step_by(5) {
@@ -198,7 +205,9 @@ fn another_request_of_a_name_begins_anew() {
     let message = wait(&server, State::Error).error.unwrap().message;
     assert!(message.contains("the same request again goes on from the checkpoint of"), "{message}");
     assert!(message.contains("the adapter as it was after step"), "{message}");
-    assert!(toy.dir().join("k.last-good.gguf").is_file());
+    assert!(message.contains(&kept.display().to_string()), "{message}");
+    assert!(kept.is_file() && !more.exists());
+    assert_eq!(std::fs::read(&finished).unwrap(), b"made before");
     assert!(folder.join("failed.json").is_file());
     server.train(job(&server, "k", 50)).unwrap();
     assert_eq!(wait(&server, State::Done).epochs.len(), 50);

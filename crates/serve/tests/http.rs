@@ -470,13 +470,9 @@ fn a_job_is_started_watched_and_its_adapter_served() {
     let more = with(more, &json!({"plan": false, "memory_budget_mib": tight}));
     post(at, "/train", &more).ok();
     until(|| get(at, "/train").ok()["state"] == "done", Duration::from_secs(60));
-    // What it goes on with is not written over, by what is learned or by what is left of a failure.
-    let folder = served.server.options().train_dir.clone().unwrap();
-    std::fs::copy(folder.join("more.gguf"), folder.join("long.last-good.gguf")).unwrap();
-    for (out, from) in [("more.gguf", "more.gguf"), ("long.gguf", "long.last-good.gguf")] {
-        let reply = post(at, "/train", &with(more.clone(), &json!({"out": out, "from": from})));
-        assert_eq!((reply.status, &reply.json()["error"]["param"]), (400, &json!("out")), "{from}");
-    }
+    // What it goes on with is not written over.
+    let reply = post(at, "/train", &with(more, &json!({"from": "more.gguf"})));
+    assert_eq!((reply.status, &reply.json()["error"]["param"]), (400, &json!("out")));
 
     // Controls reach a run under its own name only.
     let long = with(job, &json!({"out": "long.gguf", "epochs": 100, "val_split": 0}));
@@ -489,6 +485,64 @@ fn a_job_is_started_watched_and_its_adapter_served() {
     post(at, "/train/resume", &json!({"out": "long.gguf"})).ok();
     assert_eq!(post(at, "/train/cancel", &json!({})).ok()["ok"], true);
     until(|| get(at, "/train").ok()["state"] == "cancelled", Duration::from_secs(20));
+    served.http.stop(Duration::ZERO);
+}
+
+/// What a run's last step came to is looked at before it takes the place of what is served.
+#[test]
+fn a_job_whose_last_step_blows_up_fails_and_replaces_nothing() {
+    let served = Served::new();
+    let at = served.at();
+    let job = json!({"out": "n.gguf", "examples": lessons(), "lr": 0.01, "val_split": 0});
+    post(at, "/train", &job).ok();
+    until(|| get(at, "/train").ok()["state"] == "done", Duration::from_secs(60));
+    let file = served.toy.dir().join("n.gguf");
+    let good = std::fs::read(&file).unwrap();
+    let wild = json!({"optimizer": "sgd", "lr": 1, "alpha": 1e13});
+    post(at, "/train", &with(job, &wild)).ok();
+    until(|| get(at, "/train").ok()["state"] == "error", Duration::from_secs(60));
+    let status = get(at, "/train").ok();
+    assert_eq!(status["error"]["code"], "non_finite", "{status}");
+    let why = status["error"]["message"].as_str().unwrap();
+    assert!(why.starts_with("after step 1, of the last window the loss is "), "{why}");
+    assert!(why.contains(" at `blk."), "{why}");
+    assert!(std::fs::read(&file).unwrap() == good);
+    let reply = post(at, CHAT, &with(chat("Who?", 4), &json!({"model": "n"})));
+    assert_eq!((reply.status, reply.header("x-gradus-generation")), (200, Some("1")));
+    served.http.stop(Duration::ZERO);
+}
+
+/// Numbers that are not finite are no fault of who asks; what a bias leaves nothing of is.
+#[test]
+fn an_adapter_that_gives_no_numbers_is_a_fault_of_its_own() {
+    let served = Served::new();
+    let at = served.at();
+    let (file, model) = (served.toy.adapter_file("a"), served.server.model().clone());
+    let mut adapter = model::Adapter::read(&file, &model).unwrap();
+    adapter.tensors.values_mut().for_each(|pair| pair.b.fill(1e30));
+    adapter.write(&served.toy.dir().join("wild.gguf"), &model).unwrap();
+    post(at, "/lora-adapters/load", &json!({"name": "wild.gguf"})).ok();
+    let ask = with(chat("Who?", 4), &json!({"model": "wild"}));
+    post(at, CHAT, &ask).is(500, "non_finite", None, "`wild`: logit 0 of ");
+    assert_eq!(post(at, CHAT, &chat("Who?", 4)).status, 200);
+    served.http.stop(Duration::ZERO);
+}
+
+/// What an alias has is what settings are about where they do not say.
+#[test]
+fn ranks_of_what_an_alias_has_can_be_repeated() {
+    let served = Served::new();
+    let at = served.at();
+    let lesson = json!({"alias": "emma", "examples": lessons(), "lr": 0.01, "yield": false});
+    let ranks = |n: u64| with(lesson.clone(), &json!({"ranks": {"ffn": n}}));
+    post(at, "/learn", &ranks(8)).is(400, "invalid_input", Some("ranks"), "none of the targets");
+    post(at, "/learn", &with(ranks(8), &json!({"targets": "attn_q,ffn"}))).ok();
+    post(at, "/learn", &ranks(8)).ok();
+    post(at, "/learn", &ranks(4)).is(400, "invalid_input", Some("ranks"), "which it keeps");
+    let other = with(lesson.clone(), &json!({"ranks": {"attn_v": 8}}));
+    post(at, "/learn", &other).is(400, "invalid_input", Some("ranks"), "none of the targets");
+    post(at, "/learn/promote", &json!({"alias": "emma"})).ok();
+    post(at, "/learn", &ranks(8)).ok();
     served.http.stop(Duration::ZERO);
 }
 

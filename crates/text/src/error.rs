@@ -103,9 +103,18 @@ pub enum Error {
         /// The range allowed.
         expected: &'static str,
     },
-    /// Logits that no distribution can be made of.
-    #[error("{what}; expected finite logits or -inf, and at least one finite")]
+    /// Logits that no distribution can be made of, as the model gave them.
+    #[error(
+        "{what}; expected finite logits or -inf, and at least one finite: weights or an adapter \
+         that are damaged or too large are the cause"
+    )]
     Logits {
+        /// Which logit, and its value.
+        what: String,
+    },
+    /// Logits of which bias and penalties leave no distribution.
+    #[error("{what} after bias and penalties; expected at least one finite logit, and none above")]
+    Adjusted {
         /// Which logit, and its value.
         what: String,
     },
@@ -117,6 +126,13 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+}
+
+impl Error {
+    /// True for what is no fault of whoever asked: numbers of the model that are not finite.
+    pub fn is_not_finite(&self) -> bool {
+        matches!(self, Error::Logits { .. })
+    }
 }
 
 /// Text from outside as an error shows it: quoted, control characters escaped, cut at 96

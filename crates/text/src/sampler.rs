@@ -244,7 +244,7 @@ impl Sampler {
 
     /// Copies the logits, adds the bias and takes off the penalties.
     fn adjust(&mut self, logits: &[f32], history: &[u32]) -> Result<(), Error> {
-        check(logits, "")?;
+        check(logits).map_err(|what| Error::Logits { what })?;
         self.logits.clear();
         // -0 becomes 0, or equals could be told apart.
         self.logits.extend(logits.iter().map(|logit| logit + 0.0));
@@ -273,7 +273,7 @@ impl Sampler {
                 *logit -= run.len() as f32 * frequency_penalty + presence_penalty;
             }
         }
-        check(&self.logits, " after bias and penalties")
+        check(&self.logits).map_err(|what| Error::Adjusted { what })
     }
 
     fn argmax(&self) -> Result<Candidate, Error> {
@@ -281,7 +281,7 @@ impl Sampler {
         let best = self.logits.iter().zip(0..).find(|(logit, _)| **logit == max);
         match best {
             Some((&logit, id)) if logit > f32::NEG_INFINITY => Ok(Candidate::new(id, logit)),
-            _ => Err(Error::Logits { what: "no token is left to choose from".into() }),
+            _ => Err(Error::Adjusted { what: "no token is left to choose from".into() }),
         }
     }
 
@@ -290,7 +290,7 @@ impl Sampler {
         let Self { config, logits, candidates, .. } = self;
         top_k(logits, config.top_k, candidates);
         if candidates.is_empty() {
-            return Err(Error::Logits { what: "no token is left to choose from".into() });
+            return Err(Error::Adjusted { what: "no token is left to choose from".into() });
         }
         if config.typical_p < 1.0 {
             typical_p(candidates, config.typical_p);
@@ -319,15 +319,19 @@ impl Sampler {
     }
 }
 
-/// Refuses logits that no distribution can be made of.
-fn check(logits: &[f32], when: &str) -> Result<(), Error> {
+/// Refuses logits that no distribution can be made of, and says why.
+fn check(logits: &[f32]) -> Result<(), String> {
     let bad = |x: f32| x.is_nan() || x == f32::INFINITY;
-    if !logits.iter().fold(false, |any, &x| any | bad(x)) {
-        return Ok(());
+    let look = |(any, left), &x: &f32| (any | bad(x), left | (x > f32::NEG_INFINITY));
+    match logits.iter().fold((false, false), look) {
+        (false, true) => Ok(()),
+        (false, false) => Err("no token is left to choose from".into()),
+        (true, _) => {
+            let first = logits.iter().enumerate().find(|(_, x)| bad(**x));
+            let (index, value) = first.unwrap_or((0, &f32::NAN));
+            Err(format!("logit {index} of {} is {value}", logits.len()))
+        }
     }
-    let (index, value) =
-        logits.iter().enumerate().find(|(_, x)| bad(**x)).unwrap_or((0, &f32::NAN));
-    Err(Error::Logits { what: format!("logit {index} of {} is {value}{when}", logits.len()) })
 }
 
 /// Log-probabilities relative to these candidates: subtract the result from a logit.

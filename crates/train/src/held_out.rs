@@ -1,4 +1,5 @@
-//! The loss of what is held out, and what a number that is not finite came from.
+//! The loss of what is held out, or of the window that proves a run's end, and what a number that is
+//! not finite came from.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -9,22 +10,32 @@ use model::Model;
 use crate::gradients::Pass;
 use crate::{Error, Example, Goal, Gradients, Parameters, Result, Window};
 
-/// What is held out, in the windows it is evaluated in.
+/// What is evaluated, in its windows.
 pub(crate) struct Held {
     pub(crate) examples: Arc<[Example]>,
     windows: Vec<Vec<usize>>,
     /// The weight of all its tokens.
     total: f64,
+    /// In words.
+    what: &'static str,
 }
 
 impl Held {
+    /// All that is held out.
     pub(crate) fn new(examples: Arc<[Example]>, windows: Vec<Vec<usize>>) -> Held {
         let total = examples.iter().map(Example::weight).sum();
-        Held { examples, windows, total }
+        Held { examples, windows, total, what: "what is held out" }
+    }
+
+    /// The last window of a run.
+    pub(crate) fn last(examples: Arc<[Example]>, window: Vec<usize>) -> Held {
+        let of = |&i: &usize| examples.get(i).map(Example::weight);
+        let total = window.iter().filter_map(of).sum();
+        Held { examples, windows: vec![window], total, what: "the last window" }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.examples.is_empty()
+        self.windows.is_empty()
     }
 
     /// Bytes of the windows.
@@ -53,7 +64,7 @@ impl HeldOut {
         HeldOut { whole_epoch, window: 0, loss: 0.0, pass: None, blame: None }
     }
 
-    /// Goes on until the mean loss of what is held out is known, or until `stop` says so, which is
+    /// Goes on until the mean loss of what is evaluated is known, or until `stop` says so, which is
     /// `None`.
     ///
     /// # Errors
@@ -90,7 +101,7 @@ impl HeldOut {
                     self.window += 1;
                 }
                 Err(Error::NotFinite(why)) => {
-                    let what = format!("after step {steps}, of what is held out {why}");
+                    let what = format!("after step {steps}, of {} {why}", held.what);
                     self.blame = Some(Blame::new(what));
                 }
                 Err(e) => return Err(e),

@@ -149,7 +149,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// When a gradient has another length than its parameter or than the moments kept under
-    /// its name; nothing has moved then.
+    /// its name; nothing has moved then. Or when a number is not finite any more.
     pub fn step(&mut self, lr: f32, parameters: &mut [(String, &mut [f32], &[f32])]) -> Result<()> {
         for (name, p, g) in parameters.iter() {
             self.check(name, p.len(), g.len())?;
@@ -212,7 +212,8 @@ impl Optimizer {
     /// has counted.
     ///
     /// # Errors
-    /// As [`Optimizer::check`]; it has not moved then.
+    /// As [`Optimizer::check`]; it has not moved then. Or [`Error::NotFinite`], where it has moved
+    /// to a number that is not, or a moment has: what is divided by one never moves again.
     pub fn update(&mut self, lr: f32, name: &str, p: &mut [f32], g: &[f32]) -> Result<()> {
         self.update_piece(lr, name, (0, p.len()), p, g)
     }
@@ -268,7 +269,14 @@ impl Optimizer {
                 )));
             }
         }
-        Ok(())
+        let lists = moments.iter().map(|m| (&**m, "a moment of")).chain([(&*p, "a number of")]);
+        match lists.into_iter().find(|(list, _)| list.iter().any(|v| !v.is_finite())) {
+            None => Ok(()),
+            Some((_, of)) => Err(Error::NotFinite(format!(
+                "step {}: its update leaves {of} `{name}` that is not finite",
+                self.steps
+            ))),
+        }
     }
 }
 
@@ -344,6 +352,19 @@ mod tests {
             );
             assert!(optimizer == before && pa == [1.0; 3] && pb == vec![2.0; b]);
         }
+    }
+
+    /// Adam divides by what it keeps: once that is not finite, nothing would move any more, silently.
+    #[test]
+    fn what_is_not_finite_any_more_is_refused_by_name() {
+        let mut optimizer = Optimizer::new(Method::default(), 0.0);
+        optimizer.steps = 1;
+        let e = optimizer.update(0.1, "a", &mut [1.0; 3], &[0.5, 1e22, 0.5]).unwrap_err();
+        assert!(matches!(e, Error::NotFinite(_)));
+        assert_eq!(e.to_string(), "step 1: its update leaves a moment of `a` that is not finite");
+        let mut optimizer = Optimizer::new(Method::Sgd { momentum: 0.0 }, 0.0);
+        let e = optimizer.update(1.0, "a", &mut [1.0, -3e38], &[0.5, 3e38]).unwrap_err();
+        assert!(e.to_string().contains("leaves a number of `a` that is not finite"), "{e}");
     }
 
     /// Against torch 2.9's `SGD(momentum=0.9)` and plain SGD: three steps written out.

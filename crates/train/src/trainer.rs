@@ -128,6 +128,9 @@ enum Work {
     Next,
     Step(Box<Step>),
     HeldOut(Box<HeldOut>),
+    /// The last window is run forward once more: no step and no evaluation sees what the last step
+    /// came to.
+    Proof(Box<HeldOut>),
     /// A snapshot, and what it comes to next.
     Snapshot(Box<Snapshot>, At),
     /// The best parameters so far are copied.
@@ -176,6 +179,10 @@ pub struct Trainer<M> {
     config: TrainConfig,
     examples: Arc<[Example]>,
     held_out: Held,
+    /// The window that proves what a run came to, where nothing is held out.
+    last: Held,
+    /// Whether the parameters as they are give a finite loss, where that has been seen.
+    is_finite: Option<bool>,
     /// Bytes that each thread scratches on, in the graphs that the data need.
     scratch_bytes: usize,
     /// Of all examples, those held out included.
@@ -277,6 +284,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             config,
             examples: Arc::new([]),
             held_out: Held::new(Arc::new([]), Vec::new()),
+            last: Held::new(Arc::new([]), Vec::new()),
+            is_finite: None,
             scratch_bytes: 0,
             data: 0,
             start: began,
@@ -332,6 +341,9 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             let evaluations = (1..=steps).filter(due).count();
             (0..evaluations).for_each(|_| cost += evaluation);
             step += steps;
+        }
+        for window in self.last.windows() {
+            cost += self.gradients.cost(&window, true, &self.parameters)?;
         }
         Ok(cost)
     }
@@ -442,11 +454,20 @@ impl<M: Deref<Target = Model>> Trainer<M> {
             prepare(&mut self.gradients, &window, true)?;
         }
         let mut epochs = Epochs::new(self.config.seed, &examples, room)?;
+        let mut last = Vec::new();
         for _ in 0..self.config.epochs {
             epochs.add();
             for window in (0..epochs.len()).filter_map(|i| epochs.window(i)) {
                 prepare(&mut self.gradients, &Window::of(&examples, &window), false)?;
+                last = window;
             }
+        }
+        self.last = match held_out.is_empty() {
+            true => Held::last(examples.clone(), last),
+            false => Held::new(Arc::new([]), Vec::new()),
+        };
+        for window in self.last.windows() {
+            prepare(&mut self.gradients, &window, true)?;
         }
         self.scratch_bytes = scratch_bytes;
         let accumulate = self.config.accumulate;
@@ -465,6 +486,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.data = digest([&*examples, &*held_out.examples]);
         (self.examples, self.held_out) = (examples, held_out);
         self.next = (0, 0);
+        self.is_finite = None;
         self.work = match self.measure_first {
             true => Work::HeldOut(Box::new(HeldOut::new(true))),
             false => Work::Next,
@@ -525,7 +547,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let bytes = |examples: &[Example]| examples.iter().map(of).sum::<usize>();
         let held_out = &self.held_out.examples;
         let shared = Arc::ptr_eq(held_out, &self.examples);
-        let orders = self.epochs.bytes() + self.held_out.bytes();
+        let orders = self.epochs.bytes() + self.held_out.bytes() + self.last.bytes();
         bytes(&self.examples) + if shared { 0 } else { bytes(held_out) } + orders
     }
 
@@ -588,16 +610,29 @@ impl<M: Deref<Target = Model>> Trainer<M> {
                     let due = due && !self.held_out.is_empty();
                     let Trainer { gradients, parameters, optimizer, held_out: held, .. } = self;
                     let steps = optimizer.steps;
-                    let loss = match due {
-                        true => held_out.advance(held, gradients, parameters, steps, stop)?,
-                        false => Some(0.0),
-                    };
-                    let Some(loss) = loss else { return Ok(Advance::Stopped) };
                     let whole_epoch = held_out.whole_epoch;
+                    let loss = match due {
+                        true => held_out.advance(held, gradients, parameters, steps, stop),
+                        false => Ok(Some(0.0)),
+                    };
+                    if due {
+                        self.note_finite(&loss);
+                    }
+                    let Some(loss) = loss? else { return Ok(Advance::Stopped) };
                     let loss = due.then_some(loss);
                     if let Some(event) = self.evaluated(whole_epoch, loss) {
                         return Ok(Advance::Event(event));
                     }
+                }
+                Work::Proof(proof) => {
+                    let Trainer { gradients, parameters, optimizer, last, .. } = self;
+                    let steps = optimizer.steps;
+                    let loss = proof.advance(last, gradients, parameters, steps, stop);
+                    self.note_finite(&loss);
+                    if loss?.is_none() {
+                        return Ok(Advance::Stopped);
+                    }
+                    self.work = Work::Done;
                 }
                 Work::Keep(_) => {
                     if let Some(event) = self.keep() {
@@ -627,7 +662,10 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     fn following(&mut self) -> Option<Work> {
         let (epoch, window) = self.next;
         if epoch >= self.epochs.counts().len() {
-            return Some(Work::Done);
+            return Some(match self.lacks_proof() {
+                true => Work::Proof(Box::new(HeldOut::new(true))),
+                false => Work::Done,
+            });
         }
         if !self.epochs.advance(epoch) {
             return None;
@@ -641,6 +679,20 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let lr = self.config.lr * factor;
         let windows = Windows::Of(self.examples.clone(), chosen);
         Some(Work::Step(Box::new(self.step_of(windows, lr))))
+    }
+
+    /// True where nothing has been computed with what the run came to.
+    fn lacks_proof(&self) -> bool {
+        self.steps() > 0 && self.is_finite.is_none() && self.best.is_none()
+    }
+
+    /// Takes note of what a loss says of the parameters as they are.
+    fn note_finite(&mut self, loss: &Result<Option<f64>>) {
+        match loss {
+            Ok(Some(_)) => self.is_finite = Some(true),
+            Err(Error::NotFinite(_)) => self.is_finite = Some(false),
+            _ => {}
+        }
     }
 
     /// Whether what is held out is measured where the epoch at work ends: before the first step,
@@ -687,6 +739,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     fn stepped(&mut self, stepped: Stepped) -> Event {
         let Stepped { loss, norm, lr, rows, total } = stepped;
         self.last_loss = loss;
+        self.is_finite = None;
         self.epoch_loss.0 += loss * total;
         self.epoch_loss.1 += total;
         let epoch = self.next.0 as u64 + 1;
@@ -768,6 +821,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
     /// As [`Gradients::of`]; the parameters have not moved then.
     pub fn step(&mut self, windows: &[Window], lr: f32) -> Result<(f64, f64)> {
         self.fill()?;
+        self.is_finite = None;
         let mut step = self.step_of(Windows::Given(windows.to_vec()), lr);
         let Trainer { gradients, parameters, optimizer, moved, .. } = self;
         loop {
@@ -839,14 +893,38 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         )))
     }
 
+    /// Whether what the run came to gives a finite loss, also where it ends before its time: unless
+    /// that has been seen, a window is run forward. A step that has begun to move parameters is
+    /// brought to its end first.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`], which says what was not; or a fault.
+    pub fn check_finite(&mut self) -> Result<()> {
+        self.fill()?;
+        self.settle()?;
+        if !self.lacks_proof() {
+            return Ok(());
+        }
+        let Trainer { gradients, parameters, optimizer, held_out, last, .. } = self;
+        let of = if held_out.is_empty() { last } else { held_out };
+        let mut proof = HeldOut::new(true);
+        let loss = loop {
+            let loss = proof.advance(of, gradients, parameters, optimizer.steps, &());
+            if !matches!(loss, Ok(None)) {
+                break loss;
+            }
+        };
+        self.note_finite(&loss);
+        loss.map(|_| ())
+    }
+
     /// Ends the run where it is: a step that has begun to move parameters is brought to its end,
     /// and the best parameters take the place of the last where they are kept.
     ///
     /// # Errors
-    /// As [`Trainer::check_moved`].
+    /// As [`Trainer::check_moved`] and [`Trainer::check_finite`].
     pub fn finish(mut self) -> Result<Outcome> {
-        self.fill()?;
-        self.settle()?;
+        self.check_finite()?;
         self.check_moved()?;
         let (steps, Summary { unrouted, moved, .. }) = (self.steps(), self.moved.summary());
         let best = self.best.as_ref().map(|b| (b.step, b.loss));

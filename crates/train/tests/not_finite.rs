@@ -8,7 +8,9 @@ use gguf::TensorType;
 use graph::Stop;
 use model::Model;
 use model::toy::Toy;
-use train::{Advance, Example, GraphConfig, Optimizer, Start, TrainConfig, Trainer, Walks};
+use train::{
+    Advance, Event, Example, GraphConfig, Method, Optimizer, Start, TrainConfig, Trainer, Walks,
+};
 
 fn toy(arch: &'static str) -> Model {
     let device = Arc::new(cpu::Cpu::new(2, None).unwrap());
@@ -108,4 +110,103 @@ fn the_first_op_that_is_not_finite_is_named() {
         let edges = Edges(AtomicUsize::new(0));
         assert_eq!(said(&model, target, Some(walks), true, &edges).0, walked);
     }
+}
+
+/// A run that takes one step far too long; the events it reports, and how it fails.
+fn blown_up(walks: Option<Walks>, stop: &dyn Stop) -> (Trainer<&'static Model>, usize, String) {
+    let model: &'static Model = Box::leak(Box::new(toy("llama")));
+    let config = TrainConfig {
+        targets: train::select_targets(model, &["all".into()]).unwrap(),
+        rank: 2,
+        method: Method::Sgd { momentum: 0.0 },
+        lr: 1.0,
+        alpha: 1e14,
+        walks,
+        graph: GraphConfig {
+            rows: if walks.is_some() { 16 } else { 64 },
+            ..GraphConfig::default()
+        },
+        ..TrainConfig::default()
+    };
+    let mut trainer = Trainer::new(model, config).unwrap();
+    trainer.load(examples(), Vec::new()).unwrap();
+    trainer.reserve().unwrap();
+    let planned = (trainer.planned_bytes(), trainer.gradients().arena().0);
+    let mut steps = 0;
+    loop {
+        match trainer.advance(stop) {
+            Ok(Advance::Event(Event::Step { .. })) => steps += 1,
+            Ok(news) => assert!(!matches!(news, Advance::Done)),
+            Err(e) => {
+                // The pass that tells is in the plan.
+                let now = (trainer.planned_bytes(), trainer.gradients().arena().0);
+                assert_eq!((now, trainer.steps()), (planned, 1));
+                assert_eq!(e.exit_code(), 3);
+                return (trainer, steps, e.to_string());
+            }
+        }
+    }
+}
+
+/// No step sees what the last one came to, nor does an evaluation where nothing is held out.
+#[test]
+fn a_run_whose_last_step_blows_up_fails_and_keeps_nothing() {
+    for walks in [None, Some(Walks { window: 64, horizon: 0, host_budget: 0 })] {
+        let (mut trainer, steps, why) = blown_up(walks, &());
+        assert_eq!(steps, 1);
+        let start = "after step 1, of the last window the loss is ";
+        assert!(why.starts_with(start) && why.contains(" at `"), "{why}");
+        assert!(trainer.last_good(None, true).unwrap().is_none());
+        // Wherever it is stopped, it says the same.
+        let edges = Edges(AtomicUsize::new(0));
+        assert_eq!(blown_up(walks, &edges).2, why);
+    }
+}
+
+#[test]
+fn a_run_that_ends_before_its_time_is_looked_at_too() {
+    for held_out in [Vec::new(), examples()] {
+        let model = toy("llama");
+        let config = TrainConfig {
+            targets: train::select_targets(&model, &["all".into()]).unwrap(),
+            rank: 2,
+            method: Method::Sgd { momentum: 0.0 },
+            lr: 1.0,
+            alpha: 1e14,
+            epochs: 3,
+            graph: GraphConfig { rows: 64, ..GraphConfig::default() },
+            ..TrainConfig::default()
+        };
+        let mut trainer = Trainer::new(&model, config).unwrap();
+        trainer.load(examples(), held_out).unwrap();
+        while !matches!(trainer.advance(&()).unwrap(), Advance::Event(Event::Step { .. })) {}
+        let why = trainer.finish().unwrap_err().to_string();
+        assert!(why.starts_with("after step 1, of ") && why.contains("the loss is "), "{why}");
+    }
+}
+
+/// What an update leaves out of range is told by name, at once.
+#[test]
+fn a_moment_that_is_not_finite_any_more_ends_the_run_by_name() {
+    let model = toy("llama");
+    let target = "blk.1.attn_q.weight";
+    let config = TrainConfig {
+        targets: vec![target.into()],
+        rank: 2,
+        lr: 1e-3,
+        alpha: 1e26,
+        graph: GraphConfig { rows: 64, ..GraphConfig::default() },
+        ..TrainConfig::default()
+    };
+    let mut trainer = Trainer::new(&model, config).unwrap();
+    trainer.load(examples(), Vec::new()).unwrap();
+    let why = loop {
+        match trainer.advance(&()) {
+            Ok(news) => assert!(matches!(news, Advance::Stopped), "{news:?}"),
+            Err(e) => break e.to_string(),
+        }
+    };
+    let said = "step 1: its update leaves a moment of `0:blk.1.attn_q.weight.lora_b` that is not";
+    assert!(why.starts_with(said), "{why}");
+    assert!(trainer.last_good(None, true).unwrap().is_none());
 }

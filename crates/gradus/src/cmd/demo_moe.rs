@@ -215,7 +215,8 @@ fn steps(
         "alias": "halden", "examples": examples(data, 4)?, "epochs": 8, "lr": 2e-3,
         "targets": "all", "window": 256, "share_ppm": 500_000,
     });
-    let (job, _) = request::learn(&body(settings), host, &wanted)?;
+    let (job, _) =
+        request::learn(&body(settings), host, &|alias| server.targets_of(alias), &wanted)?;
     let learned = server.learn(job)?;
     line(&format!(
         "  learned in {} steps: loss {:.3} before, {:.3} after; served: nothing yet",

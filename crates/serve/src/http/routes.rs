@@ -295,7 +295,8 @@ fn learned(alias: &str, learned: &Learned, data: &DataReport) -> Value {
 
 async fn learn(State(app): State<Arc<App>>, request: Request) -> Handled {
     let work = |body: &[u8], served: &Served, wanted: &dyn Fn() -> bool| {
-        let (job, data) = request::learn(body, &served.host, wanted)?;
+        let known = |alias: &str| served.server.targets_of(alias);
+        let (job, data) = request::learn(body, &served.host, &known, wanted)?;
         let alias = job.alias.clone();
         Ok(learned(&alias, &served.server.learn(job)?, &data))
     };

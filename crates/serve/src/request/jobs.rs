@@ -51,7 +51,7 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
         let message = format!("`{field}` is an adapter's, and `train_weights` trains none");
         return Err(Error::field(field, message));
     }
-    let settings = settings(&mut fields, host, true)?;
+    let settings = settings(&mut fields, host, None)?;
     let share = "a number from 0 to below 1";
     let val_split = fields.number("val_split", |v| (0.0..1.0).contains(&v), share)?.unwrap_or(0.1);
     let parse_special = fields.flag("parse_special")?;
@@ -81,7 +81,7 @@ pub fn train(bytes: &[u8], host: &Host, wanted: &dyn Fn() -> bool) -> Result<Tra
     let from = match from {
         Some(name) => {
             let read = names::adapter_to_read("from", folder, &name)?;
-            check_kept(&name, &read, &out, &path)?;
+            check_kept(&read, &out, &path)?;
             let adapter = Adapter::read(&read, &host.model);
             Some(adapter.map_err(|e| Error::from(e).with_field("from"))?)
         }
@@ -141,32 +141,26 @@ fn asked(request: &Map<String, Value>) -> BTreeMap<String, Value> {
     set.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
-/// Checks that what `from` reads is none of the files that a job may write.
-fn check_kept(from: &str, read: &Path, out: &str, path: &Path) -> Result<()> {
-    let same = |a: &Path, b: &Path| match (a.canonicalize(), b.canonicalize()) {
-        (Ok(a), Ok(b)) => a == b,
-        _ => false,
-    };
-    let message = if same(read, path) {
-        format!("`out` is {out}, which `from` reads; choose another name")
-    } else if same(read, &path.with_extension("last-good.gguf")) {
-        format!(
-            "`out` is {out}: a job of this name that fails writes over {from}, which `from` reads; \
-             choose another name"
-        )
-    } else {
-        return Ok(());
-    };
-    Err(Error::field("out", message))
+/// Checks that what `from` reads is not the file that a job writes.
+fn check_kept(read: &Path, out: &str, path: &Path) -> Result<()> {
+    match (read.canonicalize(), path.canonicalize()) {
+        (Ok(read), Ok(path)) if read == path => {
+            let message = format!("`out` is {out}, which `from` reads; choose another name");
+            Err(Error::field("out", message))
+        }
+        _ => Ok(()),
+    }
 }
 
-/// Reads a request to learn examples, as [`train`] does; also says what became of the data.
+/// Reads a request to learn examples, as [`train`] does; also says what became of the data. `known`
+/// gives the targets of what an alias has, which it keeps: they stand where none are named.
 ///
 /// # Errors
 /// As [`train`].
 pub fn learn(
     bytes: &[u8],
     host: &Host,
+    known: &dyn Fn(&str) -> Option<Vec<String>>,
     wanted: &dyn Fn() -> bool,
 ) -> Result<(LearnJob, DataReport)> {
     host.train_dir()?;
@@ -187,7 +181,7 @@ pub fn learn(
     ];
     let asked: Vec<_> = KEPT.into_iter().filter(|field| fields.has(field)).collect();
     let Settings { mut config, fit, pacing, memory_budget, may_recompute } =
-        settings(&mut fields, host, false)?;
+        settings(&mut fields, host, Some(known(&alias)))?;
     let examples = fields.list("examples", MAX_EXAMPLES)?;
     fields.finish()?;
 
@@ -207,7 +201,13 @@ pub fn learn(
     Ok((job, data.report))
 }
 
-fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Settings> {
+/// The settings. `alias` is that of a request to learn, and the targets of what there is under it;
+/// none trains weights of the model.
+fn settings(
+    fields: &mut Fields,
+    host: &Host,
+    alias: Option<Option<Vec<String>>>,
+) -> Result<Settings> {
     if let Some(loss) = fields.string("loss")?.filter(|loss| loss != "sft") {
         let expected = "\"sft\": answers as they are given are learned, not preferences or rewards";
         return Err(wrong("loss", &Value::String(loss), expected));
@@ -218,12 +218,13 @@ fn settings(fields: &mut Fields, host: &Host, own_weights: bool) -> Result<Setti
     let targets = fields.string("targets")?;
     let layers = host.model.geometry().layers;
     let top_layers = fields.whole("top_layers", 1..=layers as u64)?.map(|n| n as usize);
-    let weights = if own_weights { fields.string("train_weights")? } else { None };
+    let weights = if alias.is_none() { fields.string("train_weights")? } else { None };
     let (targets, weights) = match (targets, weights) {
-        (targets, None) => {
-            let targets = targets.as_deref().unwrap_or("attn_q,attn_v");
-            (select(host, targets, top_layers)?, Vec::new())
+        (None, None) => {
+            let drawn = || select(host, "attn_q,attn_v", top_layers);
+            (alias.flatten().map_or_else(drawn, Ok)?, Vec::new())
         }
+        (Some(targets), None) => (select(host, &targets, top_layers)?, Vec::new()),
         (None, Some(weights)) => (Vec::new(), select_weights(host, &weights, top_layers)?),
         (Some(_), Some(_)) => {
             let message = "`train_weights` and `targets` exclude each other: an adapter and the \

@@ -394,7 +394,7 @@ fn f33_losses_of_preferences_and_rewards_are_refused_by_name() {
         refused(trained(&json!({"loss": loss})), "loss", &said);
         refused(trained(&json!({"loss": loss})), "loss", "answers as they are given");
         let body = json!({"alias": "a", "examples": train_body()["examples"], "loss": loss});
-        refused(learn(&bytes(&body), &host(), &|| true), "loss", &said);
+        refused(learn(&bytes(&body), &host(), &|_| None, &|| true), "loss", &said);
     }
     refused(trained(&json!({"loss": 3})), "loss", "expected a string");
     for field in ["beta", "num_generations", "reward_funcs", "ref_model"] {
@@ -562,7 +562,7 @@ fn a_training_job_is_refused_by_field() {
     let mut off = host();
     off.train_dir = None;
     assert_eq!(train(b"{", &off, &|| true).err().unwrap().code, Code::TrainingOff);
-    assert_eq!(learn(b"{", &off, &|| true).err().unwrap().code, Code::TrainingOff);
+    assert_eq!(learn(b"{", &off, &|_| None, &|| true).err().unwrap().code, Code::TrainingOff);
 }
 
 /// f46: no field of a job is passed over, at any depth.
@@ -572,7 +572,7 @@ fn f46_unknown_fields_are_refused() {
     let examples = json!([{"prompt": "x", "completion": "y", "weight": 2}]);
     refused(trained(&json!({"examples": examples})), "examples[0].weight", "unknown field");
     let body = bytes(&json!({"alias": "a", "val_split": 0.1, "examples": []}));
-    refused(learn(&body, &host(), &|| true), "val_split", "unknown field");
+    refused(learn(&body, &host(), &|_| None, &|| true), "val_split", "unknown field");
 }
 
 /// Every number is looked at before any example is rendered: a template that never ends is not
@@ -821,7 +821,7 @@ fn names_are_confined_to_the_folder() {
 
 #[test]
 fn examples_to_learn() {
-    let learned = |body: Value| learn(&bytes(&body), &host(), &|| true);
+    let learned = |body: Value| learn(&bytes(&body), &host(), &|_| None, &|| true);
     let example = json!([{"prompt": "Who?", "completion": "Emma."}]);
     let (job, report): (LearnJob, _) =
         learned(json!({"alias": "notes", "examples": example, "lr": 0.5})).unwrap();

@@ -142,6 +142,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         self.best = cursor.best.map(best);
         self.moved = cursor.moved;
         self.unreported.clear();
+        self.is_finite = None;
         let since = self.best.as_ref().map_or(0, |best| best.since);
         self.work = match self.config.patience {
             Some(patience) if since >= patience => Work::EarlyStop,
@@ -169,8 +170,8 @@ impl<M: Deref<Target = Model>> Trainer<M> {
 
     /// The adapter of a run that failed, as it was when it was last known to be good, and the step
     /// it is of: as the last whole step left it or, where a number was not finite, as it is in the
-    /// last checkpoint before that step, if there is one. `None` where no step was taken or no
-    /// adapter is trained.
+    /// last checkpoint before that step, if there is one. `None` where no step was taken, no adapter
+    /// is trained, or there is only one that is known to give what is not finite.
     ///
     /// # Errors
     /// When a checkpoint is not of this run.
@@ -185,7 +186,7 @@ impl<M: Deref<Target = Model>> Trainer<M> {
         let earlier = checkpoints.filter(|_| not_finite || halfway);
         match earlier.and_then(|all| all.before(self.steps())) {
             Some(snapshot) => self.restore(snapshot, true)?,
-            None if halfway => return Ok(None),
+            None if halfway || self.is_finite == Some(false) => return Ok(None),
             None => {}
         }
         let steps = self.steps();

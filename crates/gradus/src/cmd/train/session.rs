@@ -375,7 +375,8 @@ impl<'a> Ready<'a> {
             interrupted = interrupt.asked();
         }
         drop(progress);
-        if let Err(e) = self.trainer.check_moved() {
+        let is_good = self.trainer.check_moved().and_then(|()| self.trainer.check_finite());
+        if let Err(e) = is_good {
             return Err(self.failed(e));
         }
         let mut checkpoint = None;
