@@ -1,6 +1,6 @@
 //! Cases of losses.
 
-use graph::{CrossEntropyAttrs, Op};
+use graph::{CrossEntropyAttrs, DType, Op};
 
 use super::TILES;
 use super::softmax::FAR_BELOW;
@@ -67,6 +67,31 @@ fn one_way(g: &mut CaseGraph, attrs: CrossEntropyAttrs, vocab: usize, labels: &[
     g.graph.push(Op::CrossEntropy(attrs), &args, "y")
 }
 
+/// Rows through a head, and their loss.
+fn headed(g: &mut CaseGraph, head: DType, rows: usize) -> Made {
+    let (k, vocab) = (32, 24);
+    let x = g.float("x", &[rows, k], Fill::Signed)?;
+    let labels: Vec<i32> =
+        (0..rows as i32).map(|t| if t % 7 == 3 { -1 } else { t * 5 % 24 }).collect();
+    let labels = g.ints("labels", &[rows], &labels)?;
+    let weights = weights(g, rows)?;
+    // Near 1 / sqrt(k), so that logits are of size 1.
+    let w = match head {
+        DType::Block(_) => {
+            let w = g.weight("head", &[vocab, k], head)?;
+            let refused =
+                Expected::Refusal { code: graph::Code::OpNotDifferentiable, op: "MatMul" };
+            g.expect(w, refused);
+            w
+        }
+        _ => g.float_of("head", &[vocab, k], head, Fill::Between(-0.3, 0.3))?,
+    };
+    let logits = g.graph.project(x, w)?;
+    let attrs =
+        CrossEntropyAttrs { weighted: true, softcap: Some(4.0.into()), ..CrossEntropyAttrs::PLAIN };
+    g.graph.push(Op::CrossEntropy(attrs), &[logits, labels, weights], "y")
+}
+
 pub fn cross_entropy(c: &mut Cases) {
     for (name, attrs) in ways() {
         for (vocab, labels) in LABELS {
@@ -74,6 +99,9 @@ pub fn cross_entropy(c: &mut Cases) {
                 one_way(g, attrs, vocab, labels)
             });
         }
+    }
+    for head in [DType::F32, DType::F16, DType::BF16, DType::Block(gguf::TensorType::Q4_0)] {
+        c.add(format!("9 rows through a {head} head"), move |g| headed(g, head, 9));
     }
     c.add("rows of weight 0 or no label whose logits are not finite", |g| {
         let logits = wild(g, 5, 9, &[1, 2])?;
