@@ -4,7 +4,7 @@
 //! cargo run --release -p gradus-cpu --example matmul_speed -- [FAMILY] [THREADS] [DTYPE]...
 //! ```
 //!
-//! `FAMILY` is `portable`, `avx2`, `avx512` or `all`. For each format: packing in ns per
+//! `FAMILY` is `portable`, `avx2`, `avx512`, `vnni`, `amx` or `all`. For each format: packing in ns per
 //! element; `decode`, one row times a weight of about 128 MiB, in GB/s of packed bytes;
 //! `forward`, rows times a weight of [2048, 2048], and `backward`, the product with the
 //! transposed weight, in Gop/s (a multiplication and an addition are two); `bf16` is `backward`

@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use crate::simd::Avx512;
+use crate::simd::Vnni;
 
 #[cfg(test)]
 pub(crate) mod software;
@@ -17,8 +17,8 @@ pub(crate) mod software;
 /// that the processor has AVX-512 with bf16 conversions.
 #[derive(Copy, Clone)]
 pub(crate) struct Amx {
-    vectors: Avx512,
-    /// In this crate's tests, where the processor has AVX-512 alone: tiles are [`software`].
+    vectors: Vnni,
+    /// In this crate's tests, where the processor has VNNI alone: tiles are [`software`].
     #[cfg(test)]
     pub(crate) software: bool,
 }
@@ -27,7 +27,7 @@ impl Amx {
     /// `None` when the processor lacks a feature, or the system does not give the permission.
     pub(crate) fn detect() -> Option<Amx> {
         static DETECTED: OnceLock<bool> = OnceLock::new();
-        let vectors = Avx512::detect()?;
+        let vectors = Vnni::detect()?;
         let tiles = *DETECTED.get_or_init(|| Amx::detect_with(permitted).is_some());
         (tiles || cfg!(test)).then_some(Amx {
             vectors,
@@ -38,7 +38,7 @@ impl Amx {
 
     /// As [`Amx::detect`], with `permission` to ask the system.
     pub(crate) fn detect_with(permission: impl Fn() -> bool) -> Option<Amx> {
-        let vectors = Avx512::detect()?;
+        let vectors = Vnni::detect()?;
         let features = is_x86_feature_detected!("avx512bf16") && tiles_exist();
         (features && permission()).then_some(Amx {
             vectors,
@@ -48,7 +48,7 @@ impl Amx {
     }
 
     /// The vectors beside the tiles.
-    pub(crate) fn vectors(self) -> Avx512 {
+    pub(crate) fn vectors(self) -> Vnni {
         self.vectors
     }
 

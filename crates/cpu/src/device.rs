@@ -84,7 +84,9 @@ impl Cpu {
 
 fn forced_family(key: &str) -> Result<Isa, Invalid> {
     let family = Family::ALL.into_iter().find(|f| f.key() == key).ok_or_else(|| {
-        Invalid::new(format!("{FAMILY_VARIABLE}={key}: expected portable, avx2, avx512 or amx"))
+        Invalid::new(format!(
+            "{FAMILY_VARIABLE}={key}: expected portable, avx2, avx512, vnni or amx"
+        ))
     })?;
     Isa::of(family).ok_or_else(|| {
         let have: Vec<&str> =
@@ -119,9 +121,9 @@ impl Device for Cpu {
     fn grad_precision(&self) -> GradPrecision {
         match self.kernel_family() {
             Family::Amx => GradPrecision::Bf16,
-            Family::Avx512 => GradPrecision::Int16,
+            Family::Vnni => GradPrecision::Int16,
             // Multiplying integers of 16 bits takes as long as floats there.
-            Family::Avx2 | Family::Portable => GradPrecision::F32,
+            Family::Avx512 | Family::Avx2 | Family::Portable => GradPrecision::F32,
         }
     }
 

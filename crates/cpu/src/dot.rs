@@ -48,6 +48,8 @@ pub(crate) fn drive<D: Driver>(isa: Isa, driver: D) -> D::Out {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512(simd) => driver.run(simd),
         #[cfg(target_arch = "x86_64")]
+        Isa::Vnni(simd) => driver.run(simd),
+        #[cfg(target_arch = "x86_64")]
         Isa::Amx(amx) => driver.run(amx.vectors()),
     }
 }

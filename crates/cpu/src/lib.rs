@@ -1,4 +1,4 @@
-//! The CPU device: kernels in four families, a pool of threads, packed weights.
+//! The CPU device: kernels in five families, a pool of threads, packed weights.
 //!
 //! *Knows*: how every op is computed on this processor, and with what arithmetic. *Must not
 //! know*: what a graph is for, files, tokens, requests.

@@ -1,17 +1,22 @@
-//! `vpdpbusd` on AVX-512, `vpmaddubsw` on AVX2.
+//! `vpdpbusd` with VNNI, `vpmaddubsw` without.
 
 use std::arch::x86_64::*;
 
 use super::{Dot, Kernel, MIDDLE, WIDE, WIDE_ZERO};
-use crate::simd::{Avx2, Avx512};
+use crate::simd::{Avx2, Avx512, Vnni};
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn with_avx2<K: Kernel<Avx2>>(simd: Avx2, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+fn with_avx512<K: Kernel<Avx512<false>>>(simd: Avx512<false>, kernel: K) -> K::Out {
+    kernel.run(simd)
+}
+
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn with_avx512<K: Kernel<Avx512>>(simd: Avx512, kernel: K) -> K::Out {
+fn with_vnni<K: Kernel<Vnni>>(simd: Vnni, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
@@ -33,7 +38,7 @@ fn dpwssd(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
     sum
 }
 
-impl Dot for Avx512 {
+impl Dot for Vnni {
     const FLOAT_BLOCK: (usize, usize) = (8, 3);
     const INT_BLOCK: (usize, usize) = (6, 2);
     const CLASSES: bool = false;
@@ -42,7 +47,7 @@ impl Dot for Avx512 {
     #[inline(always)]
     fn enter<K: Kernel<Self>>(self, kernel: K) -> K::Out {
         // SAFETY: `self` is the proof that the processor has the instructions.
-        unsafe { with_avx512(self, kernel) }
+        unsafe { with_vnni(self, kernel) }
     }
 
     #[inline(always)]
@@ -173,6 +178,73 @@ impl Dot for Avx2 {
             out.1 = _mm256_add_epi32(acc.1, _mm256_madd_epi16(a.1, x));
         }
         out
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a prefetch has no effect on memory and faults nowhere.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}
+
+/// As [`pairs`], of 64 bytes. There is no `vpsignb` of as many: what is below zero is subtracted.
+///
+/// # Safety
+/// Needs AVX-512 BW.
+#[inline(always)]
+unsafe fn wide_pairs(class: u32, codes: __m512i, x: __m512i) -> __m512i {
+    // SAFETY: the caller's.
+    unsafe {
+        if class == WIDE {
+            let codes = _mm512_xor_si512(codes, _mm512_set1_epi8(WIDE_ZERO.cast_signed()));
+            let below = _mm512_movepi8_mask(codes);
+            let x = _mm512_mask_sub_epi8(x, below, _mm512_setzero_si512(), x);
+            _mm512_maddubs_epi16(_mm512_abs_epi8(codes), x)
+        } else {
+            _mm512_maddubs_epi16(codes, x)
+        }
+    }
+}
+
+impl Dot for Avx512<false> {
+    const FLOAT_BLOCK: (usize, usize) = Vnni::FLOAT_BLOCK;
+    const INT_BLOCK: (usize, usize) = Vnni::INT_BLOCK;
+    const CLASSES: bool = true;
+    const PLANES: bool = true;
+
+    #[inline(always)]
+    fn enter<K: Kernel<Self>>(self, kernel: K) -> K::Out {
+        // SAFETY: `self` is the proof that the processor has the instructions.
+        unsafe { with_avx512(self, kernel) }
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: __m512i, quad: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_shuffle_epi8(table, quad) }
+    }
+
+    #[inline(always)]
+    fn dot2(self, class: u32, acc: __m512i, a: __m512i, x: i32, b: __m512i, y: i32) -> __m512i {
+        // SAFETY: as above.
+        unsafe {
+            let a = wide_pairs(class, a, _mm512_set1_epi32(x));
+            let b = wide_pairs(class, b, _mm512_set1_epi32(y));
+            let ones = _mm512_set1_epi16(1);
+            if class <= MIDDLE {
+                // As in `dot2_avx2`.
+                _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_add_epi16(a, b), ones))
+            } else {
+                let acc = _mm512_add_epi32(acc, _mm512_madd_epi16(a, ones));
+                _mm512_add_epi32(acc, _mm512_madd_epi16(b, ones))
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn dot16(self, acc: __m512i, a: __m512i, x: i32) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_add_epi32(acc, _mm512_madd_epi16(a, _mm512_set1_epi32(x))) }
     }
 
     #[inline(always)]

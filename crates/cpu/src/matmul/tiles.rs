@@ -12,7 +12,7 @@ use super::unpack::ExpandScales;
 use crate::amx::{Amx, Config, Tiles};
 use crate::dot::{Dot, Kernel, NARROW, WIDE};
 use crate::pack::{PANEL, Panels, UNIT};
-use crate::simd::{Avx512, LANES};
+use crate::simd::{LANES, Vnni};
 
 /// Rows of a tile.
 const ROWS: usize = 16;
@@ -221,7 +221,7 @@ impl Unpack<'_> {
     #[target_feature(
         enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"
     )]
-    unsafe fn each_native<C: Codes>(self, s: Avx512) {
+    unsafe fn each_native<C: Codes>(self, s: Vnni) {
         let round = |high, low| _mm512_cvtne2ps_pbh(high, low);
         // SAFETY: the caller's.
         unsafe { self.each::<C>(s, round) }
@@ -229,7 +229,7 @@ impl Unpack<'_> {
 
     #[cfg(test)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-    unsafe fn each_in_software<C: Codes>(self, s: Avx512) {
+    unsafe fn each_in_software<C: Codes>(self, s: Vnni) {
         // SAFETY: as many bytes, of which every value is valid.
         let round = |high: __m512, low: __m512| unsafe {
             let floats = |x: __m512| std::mem::transmute::<__m512, [f32; 16]>(x);
@@ -242,7 +242,7 @@ impl Unpack<'_> {
 
     /// All panels of the steps; `round` gives bf16 of two vectors, the lower half of the second.
     #[inline(always)]
-    unsafe fn each<C: Codes>(self, s: Avx512, round: impl Fn(__m512, __m512) -> __m512bh + Copy) {
+    unsafe fn each<C: Codes>(self, s: Vnni, round: impl Fn(__m512, __m512) -> __m512bh + Copy) {
         // SAFETY: the caller's; panels of the weight have its units.
         unsafe {
             for step in 0..self.steps {
@@ -282,7 +282,7 @@ impl Unpack<'_> {
     #[inline(always)]
     unsafe fn panel<C: Codes>(
         self,
-        s: Avx512,
+        s: Vnni,
         panel: *const u8,
         to: *mut u8,
         round: impl Fn(__m512, __m512) -> __m512bh,
@@ -303,7 +303,7 @@ impl Unpack<'_> {
                 scales: scales.0.as_mut_ptr(),
                 neg_mins: neg_mins.0.as_mut_ptr(),
             };
-            Kernel::<Avx512>::run(expand, s);
+            Kernel::<Vnni>::run(expand, s);
             let table = s.load_quad(self.quads.table.as_ptr().cast());
             let zero = _mm512_set1_epi8(self.quads.zero.cast_signed());
             for u in 0..self.units {

@@ -1,16 +1,20 @@
-//! AVX-512 F, BW, VL, DQ and VNNI: one register per vector.
+//! AVX-512 F, BW, VL and DQ, with and without VNNI: one register per vector.
 
 use std::arch::x86_64::*;
 
 use super::{LANES, Simd, Task};
 
-/// The proof that the processor has AVX-512 F, BW, VL, DQ and VNNI, AVX2, FMA and F16C.
+/// The proof that the processor has AVX-512 F, BW, VL and DQ, AVX2, FMA and F16C, and VNNI too
+/// where that is said, which only [`Dot`](crate::dot::Dot) makes use of.
 #[derive(Copy, Clone)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const VNNI: bool>(());
 
-impl Avx512 {
+/// With VNNI.
+pub(crate) type Vnni = Avx512<true>;
+
+impl<const VNNI: bool> Avx512<VNNI> {
     /// `None` when the processor lacks one of the features.
-    pub(crate) fn detect() -> Option<Avx512> {
+    pub(crate) fn detect() -> Option<Avx512<VNNI>> {
         let all = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c")
@@ -18,7 +22,7 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vnni");
+            && (!VNNI || is_x86_feature_detected!("avx512vnni"));
         all.then_some(Avx512(()))
     }
 }
@@ -65,13 +69,13 @@ macro_rules! fold {
     }};
 }
 
-/// Compiles a task with the family's instructions.
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn enabled<T: Task>(simd: Avx512, task: T) -> T::Out {
+/// Compiles a task with the family's instructions: once, since floats have no use for VNNI.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+fn enabled<T: Task>(simd: Avx512<false>, task: T) -> T::Out {
     task.run(simd)
 }
 
-impl Simd for Avx512 {
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type F32 = __m512;
     type I32 = __m512i;
     type Mask = __mmask16;
@@ -81,7 +85,7 @@ impl Simd for Avx512 {
 
     fn call<T: Task>(self, task: T) -> T::Out {
         // SAFETY: `self` is the proof that the processor has the instructions.
-        unsafe { enabled(self, task) }
+        unsafe { enabled(Avx512(()), task) }
     }
 
     memory! {
