@@ -313,15 +313,21 @@ impl Job<'_> {
         })?;
         out.resize(size, 0);
         let work = Mutex::new(out.chunks_mut((ROWS * row_bytes).max(1)).enumerate());
-        let one = || -> Result<Vec<(usize, Sums)>> {
+        // Rows are given out in order, so the first that is wrong is found whatever the threads do.
+        let one = || -> Vec<(usize, Result<Sums>)> {
             let mut scratch = Scratch::new(cols);
             let mut sums = Vec::new();
             loop {
                 let next = work.lock().unwrap_or_else(|e| e.into_inner()).next();
-                let Some((i, bytes)) = next else { return Ok(sums) };
-                let mut sum = Sums::default();
-                for (r, bytes) in bytes.chunks_mut(row_bytes.max(1)).enumerate() {
+                let Some((i, bytes)) = next else { return sums };
+                let mut rows = bytes.chunks_mut(row_bytes.max(1)).enumerate();
+                let sum = rows.try_fold(Sums::default(), |mut sum, (r, bytes)| {
                     sum.add(&self.row(i * ROWS + r, bytes, &mut scratch)?);
+                    Ok(sum)
+                });
+                if sum.is_err() {
+                    // Nothing more is given out.
+                    work.lock().unwrap_or_else(|e| e.into_inner()).by_ref().for_each(drop);
                 }
                 sums.push((i, sum));
             }
@@ -329,15 +335,17 @@ impl Job<'_> {
         let mut sums = Vec::new();
         std::thread::scope(|scope| -> Result<()> {
             let workers: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(one)).collect();
-            sums.extend(one()?);
+            sums.extend(one());
             for worker in workers {
-                sums.extend(worker.join().map_err(|_| Error::new("a merging thread stopped"))??);
+                sums.extend(worker.join().map_err(|_| Error::new("a merging thread stopped"))?);
             }
             Ok(())
         })?;
         sums.sort_unstable_by_key(|(i, _)| *i);
         let mut total = Sums::default();
-        sums.iter().for_each(|(_, sum)| total.add(sum));
+        for (_, sum) in sums {
+            total.add(&sum?);
+        }
         Ok((out, total))
     }
 
